@@ -1,0 +1,4 @@
+//! The OrbitKV Manager: one process per host that owns pinned DRAM, the SSD tier and the copies
+//! between them and the engines' KV pages.
+
+pub mod core;

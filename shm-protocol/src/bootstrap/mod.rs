@@ -1,0 +1,3 @@
+//! The bootstrap socket: messages and how they travel.
+
+pub mod message;

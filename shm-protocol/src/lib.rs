@@ -1,0 +1,10 @@
+//! The wire between an inference engine and the OrbitKV Manager on the same host.
+//!
+//! Nothing here starts a thread, logs, or allocates after attach.
+
+#![warn(missing_docs)]
+
+pub mod bootstrap;
+pub mod ids;
+pub mod layout;
+pub mod record;
