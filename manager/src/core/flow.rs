@@ -43,7 +43,7 @@ struct Waiter {
 }
 
 /// Queues, tickets and counts of everything in flight.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Flow {
     work: Vec<(u32, Work)>,
     free: Vec<u32>,
@@ -59,26 +59,6 @@ pub(super) struct Flow {
     reads_bytes: u64,
     pub(super) writes_in_flight: u32,
     pub(super) writes_bytes: u64,
-}
-
-impl Default for Flow {
-    fn default() -> Self {
-        Self {
-            work: Vec::new(),
-            free: Vec::new(),
-            waiters: Vec::new(),
-            free_waiters: Vec::new(),
-            saves: VecDeque::new(),
-            restores: VecDeque::new(),
-            readers: VecDeque::new(),
-            starved: VecDeque::new(),
-            copies_in_flight: [0; 2],
-            reads_in_flight: 0,
-            reads_bytes: 0,
-            writes_in_flight: 0,
-            writes_bytes: 0,
-        }
-    }
 }
 
 impl Flow {

@@ -569,16 +569,15 @@ impl Core {
         let Some(job) = self.jobs.get_mut(reference) else { return };
         job.prepared_ns = now;
         let asked = job.entries.iter().filter(|entry| entry.outcome == PageOutcome::Hit).count();
-        let mut position = 0;
-        for entry in job.entries.iter_mut().filter(|entry| entry.outcome == PageOutcome::Hit) {
-            if position < len {
+        let hits = job.entries.iter_mut().filter(|entry| entry.outcome == PageOutcome::Hit);
+        for (position, entry) in hits.enumerate() {
+            if position < len as usize {
                 if entry.tier == Tier::Dram { dram += 1 } else { ssd += 1 }
             } else {
                 entry.outcome = PageOutcome::Miss;
                 entry.tier = Tier::None;
                 entry.code = stop.map_or(Code::Absent, |stop| stop.code);
             }
-            position += 1;
         }
         let mut ended = Completion::ok(operation, kind);
         ended.pages = len;

@@ -43,8 +43,8 @@ impl Core {
         }
         let mut states = vec![State::Unseen; recovered.len()];
         let mut path = Vec::new();
-        for at in 0..recovered.len() {
-            let Some(namespace) = namespaces[at] else { continue };
+        for (at, namespace) in namespaces.iter().enumerate() {
+            let Some(namespace) = *namespace else { continue };
             // Up to the first decided ancestor, then down again.
             let (mut next, mut whole) = (Some(at), true);
             path.clear();

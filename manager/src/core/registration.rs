@@ -53,7 +53,7 @@ pub enum CoreRefusal {
 
 impl CoreRefusal {
     /// The cause as the bootstrap protocol spells it.
-    pub(super) const fn refusal(&self) -> Refusal {
+    pub const fn refusal(&self) -> Refusal {
         match self {
             Self::PageSize { .. } | Self::TooLargeForTier { .. } => Refusal::TooLarge,
             Self::LimitReached { .. } => Refusal::LimitReached,
