@@ -1,0 +1,469 @@
+//! Every raw access to bytes that another process may change.
+//!
+//! The laws of this module, on which the rest of the crate is built without `unsafe`:
+//!
+//! 1. Shared bytes are never behind a slice or a plain reference. They are read and written as
+//!    aligned 32- and 64-bit atomic words; larger values are assembled word by word in private
+//!    memory.
+//! 2. A value read twice may differ. Callers copy once, check the copy and use only the copy.
+//! 3. Handles check offset, alignment and write permission once, when they are made, against a
+//!    length that is private to this process. After that no peer can move an access.
+//! 4. A mapping is sealed against shrinking before it is used (see [`crate::segment`]), so that a
+//!    peer cannot turn an access into a SIGBUS.
+//!
+//! There are three twins. Mapped memory is shared by two processes; heap memory runs the same
+//! rings and doorbells inside one process; and with `--cfg loom` the heap twin consists of loom's
+//! atomics, and its futex of loom's condition variable, so that loom can try every interleaving
+//! and every stale load.
+
+#![allow(unsafe_code, reason = "shared memory is reached through raw pointers, and only here")]
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytemuck::Pod;
+use rustix::io::Errno;
+
+use crate::layout::SECTION_ALIGN;
+use mapping::Mapping;
+
+pub(crate) use futex::wait_many as futex_wait_many;
+pub use futex::{NAP_MAX, WAIT_WORDS_MAX, WaitEnd};
+pub use mapping::ForkGuard;
+
+mod futex;
+mod mapping;
+#[cfg_attr(loom, path = "memory/words_loom.rs")]
+mod words;
+
+#[cfg(loom)]
+pub use words::omit_fence;
+pub use words::{FenceSide, full_fence};
+
+/// Whether this process may write a range of shared memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Access {
+    /// Loads only; the pages are mapped read-only.
+    Read,
+    /// Loads and stores.
+    ReadWrite,
+}
+
+/// A range of memory that another process (or thread) may read and write at the same time.
+///
+/// Cloning makes another handle on the same bytes; they are unmapped or freed with the last one.
+#[derive(Clone)]
+pub struct SharedMemory {
+    words: words::Words,
+    bytes: usize,
+    access: Access,
+    fork: ForkGuard,
+    /// Keeps the mapping that `words` points into; heap words keep themselves.
+    mapping: Option<Arc<Mapping>>,
+}
+
+impl SharedMemory {
+    /// Zeroed memory of this process alone: the twin for tests and in-process doorbells.
+    /// `bytes` is rounded up to a whole number of [`crate::layout::WORD_BLOCK`]s, and aligned so.
+    pub fn heap(bytes: usize) -> Self {
+        let (words, bytes) = words::Words::heap(bytes);
+        let fork = ForkGuard::unguarded();
+        Self { words, bytes, access: Access::ReadWrite, fork, mapping: None }
+    }
+
+    /// Maps the first `bytes` of a descriptor, shared with every other mapping of it. A forked
+    /// child does not inherit the mapping (`MADV_DONTFORK`); `fork` tells it so.
+    ///
+    /// The page tables are filled at once where the kernel can (5.14), so that a ring thread takes
+    /// no page faults later.
+    ///
+    /// # Errors
+    /// What `mmap` or `madvise` said: `EPERM` when the descriptor is sealed against `access`.
+    ///
+    /// # Panics
+    /// When `bytes` is zero or not a multiple of [`SECTION_ALIGN`].
+    pub fn map(
+        descriptor: BorrowedFd<'_>,
+        bytes: usize,
+        access: Access,
+        fork: &ForkGuard,
+    ) -> Result<Self, Errno> {
+        assert!(bytes > 0 && bytes.is_multiple_of(SECTION_ALIGN));
+        let mapping = Mapping::new(descriptor, bytes, access, fork)?;
+        let words = words::Words::mapped(mapping.base());
+        let fork = fork.clone();
+        Ok(Self { words, bytes, access, fork, mapping: Some(Arc::new(mapping)) })
+    }
+
+    /// Another handle on the same bytes that refuses to make writers.
+    pub fn read_only(&self) -> Self {
+        Self { access: Access::Read, ..self.clone() }
+    }
+
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether writers can be made from this handle.
+    pub fn is_writable(&self) -> bool {
+        self.access == Access::ReadWrite
+    }
+
+    /// False in a forked child, which has no such mapping: touching it would be SIGSEGV. Always
+    /// true for heap memory, which a fork copies. One private load.
+    #[inline]
+    pub fn is_mapped_here(&self) -> bool {
+        self.fork.is_owner()
+    }
+
+    /// Address of a byte, for registration with a device driver. Valid while a clone of this
+    /// handle lives; the bytes behind it change at any time.
+    ///
+    /// # Panics
+    /// When `offset` lies beyond the end.
+    pub fn address(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.bytes);
+        // SAFETY: at most one past the end, as checked just above.
+        unsafe { self.words.address(offset) }
+    }
+
+    /// Copies a value out, word by word (relaxed). The copy may mix bytes of several writes; the
+    /// caller orders itself by a word that was published after them.
+    ///
+    /// # Panics
+    /// When the value does not lie inside the range or `offset` is not a multiple of its word.
+    #[inline]
+    pub fn read<T: Pod>(&self, offset: usize) -> T {
+        self.check::<T>(offset, 1);
+        // SAFETY: checked just above.
+        unsafe { self.read_unchecked(offset) }
+    }
+
+    /// Replaces `values` by a copy of `count` neighbouring values, as by [`read`](Self::read).
+    /// Allocates only where the vector's capacity is too small.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read).
+    pub fn read_many<T: Pod>(&self, offset: usize, count: usize, values: &mut Vec<T>) {
+        self.check::<T>(offset, count);
+        values.clear();
+        values.extend((0..count).map(|i| -> T {
+            // SAFETY: value i of `count` that were checked above.
+            unsafe { self.read_unchecked(offset + i * size_of::<T>()) }
+        }));
+    }
+
+    /// Copies a value in, word by word (relaxed). Not visible in any order before a word is
+    /// published after it.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read), and when the memory is read-only.
+    #[inline]
+    pub fn write<T: Pod>(&self, offset: usize, value: T) {
+        self.check::<T>(offset, 1);
+        self.check_writable();
+        // SAFETY: checked just above.
+        unsafe { self.write_unchecked(offset, value) }
+    }
+
+    /// Loads a word; what its writer wrote before releasing it is visible afterwards.
+    ///
+    /// # Panics
+    /// When the word does not lie inside the range or is not aligned.
+    #[inline]
+    pub fn load_acquire<W: Word>(&self, offset: usize) -> W {
+        self.check::<W>(offset, 1);
+        // SAFETY: checked just above.
+        unsafe { W::load(self, offset, Ordering::Acquire) }
+    }
+
+    /// Stores a word; whoever acquires it sees everything written before.
+    ///
+    /// # Panics
+    /// As [`load_acquire`](Self::load_acquire), and when the memory is read-only.
+    #[inline]
+    pub fn store_release<W: Word>(&self, offset: usize, value: W) {
+        self.check::<W>(offset, 1);
+        self.check_writable();
+        // SAFETY: checked just above.
+        unsafe { W::store(self, offset, value, Ordering::Release) }
+    }
+
+    /// The reading end of one word that another process writes.
+    ///
+    /// # Panics
+    /// When the word does not lie inside the range or is not aligned.
+    pub fn word_reader<W: Word>(&self, offset: usize) -> WordReader<W> {
+        self.check::<W>(offset, 1);
+        WordReader { memory: self.clone(), offset, word: PhantomData }
+    }
+
+    /// The writing end of one word; this process is its only writer.
+    ///
+    /// # Panics
+    /// As [`word_reader`](Self::word_reader), and when the memory is read-only.
+    pub fn word_writer<W: Word>(&self, offset: usize) -> WordWriter<W> {
+        self.check::<W>(offset, 1);
+        self.check_writable();
+        WordWriter { memory: self.clone(), offset, word: PhantomData }
+    }
+
+    /// The reading end of a ring's `capacity` slots from `offset` on.
+    ///
+    /// # Panics
+    /// When the slots do not lie inside the range, or `capacity` is not a power of two.
+    pub fn slot_reader<R: Pod>(&self, offset: usize, capacity: u32) -> SlotReader<R> {
+        assert!(capacity.is_power_of_two(), "ring capacity must be a power of two");
+        self.check::<R>(offset, capacity as usize);
+        SlotReader { memory: self.clone(), offset, mask: capacity - 1, record: PhantomData }
+    }
+
+    /// The writing end of a ring's `capacity` slots from `offset` on.
+    ///
+    /// # Panics
+    /// As [`slot_reader`](Self::slot_reader), and when the memory is read-only.
+    pub fn slot_writer<R: Pod>(&self, offset: usize, capacity: u32) -> SlotWriter<R> {
+        assert!(capacity.is_power_of_two(), "ring capacity must be a power of two");
+        self.check::<R>(offset, capacity as usize);
+        self.check_writable();
+        SlotWriter { memory: self.clone(), offset, mask: capacity - 1, record: PhantomData }
+    }
+
+    /// Panics unless `count` values of `T` lie inside the range from `offset` on.
+    #[inline]
+    fn check<T: Pod>(&self, offset: usize, count: usize) {
+        const { assert!(size_of::<T>() > 0 && size_of::<T>().is_multiple_of(4)) };
+        assert!(offset.is_multiple_of(word_bytes::<T>()), "misaligned access to shared memory");
+        assert!(
+            offset <= self.bytes && count <= (self.bytes - offset) / size_of::<T>(),
+            "access beyond the end of shared memory"
+        );
+    }
+
+    #[inline]
+    fn check_writable(&self) {
+        assert!(self.is_writable(), "store to read-only shared memory");
+    }
+
+    /// # Safety
+    /// As [`check`](Self::check) demands for one value.
+    #[inline]
+    unsafe fn read_unchecked<T: Pod>(&self, offset: usize) -> T {
+        let mut value = T::zeroed();
+        let bytes = bytemuck::bytes_of_mut(&mut value);
+        if word_bytes::<T>() == 8 {
+            for (i, chunk) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+                // SAFETY: word i of a value that lies inside the range, by contract.
+                let word = unsafe { self.words.word64(offset + 8 * i) };
+                *chunk = word.load(Ordering::Relaxed).to_ne_bytes();
+            }
+        } else {
+            for (i, chunk) in bytes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                // SAFETY: word i of a value that lies inside the range, by contract.
+                let word = unsafe { self.words.word32(offset + 4 * i) };
+                *chunk = word.load(Ordering::Relaxed).to_ne_bytes();
+            }
+        }
+        value
+    }
+
+    /// # Safety
+    /// As [`check`](Self::check) demands for one value, and the memory is writable.
+    #[inline]
+    unsafe fn write_unchecked<T: Pod>(&self, offset: usize, value: T) {
+        let bytes = bytemuck::bytes_of(&value);
+        if word_bytes::<T>() == 8 {
+            for (i, chunk) in bytes.as_chunks::<8>().0.iter().enumerate() {
+                // SAFETY: word i of a value that lies inside the range, by contract.
+                let word = unsafe { self.words.word64(offset + 8 * i) };
+                word.store(u64::from_ne_bytes(*chunk), Ordering::Relaxed);
+            }
+        } else {
+            for (i, chunk) in bytes.as_chunks::<4>().0.iter().enumerate() {
+                // SAFETY: word i of a value that lies inside the range, by contract.
+                let word = unsafe { self.words.word32(offset + 4 * i) };
+                word.store(u32::from_ne_bytes(*chunk), Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// Bytes of the atomic words that a `T` is copied by.
+const fn word_bytes<T>() -> usize {
+    if size_of::<T>().is_multiple_of(8) { 8 } else { 4 }
+}
+
+impl fmt::Debug for SharedMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedMemory")
+            .field("bytes", &self.bytes)
+            .field("access", &self.access)
+            .field("mapped", &self.mapping.is_some())
+            .finish()
+    }
+}
+
+mod sealed {
+    /// Closes [`super::Word`].
+    pub trait Sealed {}
+    impl Sealed for u32 {}
+    impl Sealed for u64 {}
+}
+
+/// An integer that lies in shared memory as one atomic word: `u32` or `u64`.
+pub trait Word: Pod + sealed::Sealed {
+    /// # Safety
+    /// The word at `offset` lies inside `memory` and is aligned.
+    #[doc(hidden)]
+    unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self;
+    /// # Safety
+    /// As `load`, and the memory is writable.
+    #[doc(hidden)]
+    unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering);
+}
+
+impl Word for u32 {
+    #[inline]
+    unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self {
+        // SAFETY: passed on to the caller.
+        unsafe { memory.words.word32(offset) }.load(ordering)
+    }
+    #[inline]
+    unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering) {
+        // SAFETY: passed on to the caller.
+        unsafe { memory.words.word32(offset) }.store(value, ordering);
+    }
+}
+
+impl Word for u64 {
+    #[inline]
+    unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self {
+        // SAFETY: passed on to the caller.
+        unsafe { memory.words.word64(offset) }.load(ordering)
+    }
+    #[inline]
+    unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering) {
+        // SAFETY: passed on to the caller.
+        unsafe { memory.words.word64(offset) }.store(value, ordering);
+    }
+}
+
+/// One word that another process writes.
+#[derive(Clone, Debug)]
+pub struct WordReader<W> {
+    memory: SharedMemory,
+    offset: usize,
+    word: PhantomData<W>,
+}
+
+impl<W: Word> WordReader<W> {
+    /// The value now, ordered with nothing.
+    #[inline]
+    pub fn load_relaxed(&self) -> W {
+        // SAFETY: offset and alignment were checked when `self` was made.
+        unsafe { W::load(&self.memory, self.offset, Ordering::Relaxed) }
+    }
+
+    /// The value now; what its writer wrote before releasing it is visible afterwards.
+    #[inline]
+    pub fn load_acquire(&self) -> W {
+        // SAFETY: offset and alignment were checked when `self` was made.
+        unsafe { W::load(&self.memory, self.offset, Ordering::Acquire) }
+    }
+}
+
+/// One word that only this process writes.
+#[derive(Clone, Debug)]
+pub struct WordWriter<W> {
+    memory: SharedMemory,
+    offset: usize,
+    word: PhantomData<W>,
+}
+
+impl<W: Word> WordWriter<W> {
+    /// Stores a value; whoever acquires it sees everything written before.
+    #[inline]
+    pub fn store_release(&self, value: W) {
+        // SAFETY: offset, alignment and permission were checked when `self` was made.
+        unsafe { W::store(&self.memory, self.offset, value, Ordering::Release) }
+    }
+}
+
+impl WordWriter<u32> {
+    /// Stores a value and returns the one before, among several threads of this process that all
+    /// may.
+    #[inline]
+    pub fn swap(&self, value: u32) -> u32 {
+        // SAFETY: offset, alignment and permission were checked when `self` was made.
+        let word = unsafe { self.memory.words.word32(self.offset) };
+        word.swap(value, Ordering::AcqRel)
+    }
+
+    /// Adds one, wrapping, among several threads of this process that all may.
+    #[inline]
+    pub fn increment(&self) {
+        // SAFETY: offset, alignment and permission were checked when `self` was made.
+        let word = unsafe { self.memory.words.word32(self.offset) };
+        word.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// The slots of a ring that another process fills.
+#[derive(Debug)]
+pub struct SlotReader<R> {
+    memory: SharedMemory,
+    offset: usize,
+    mask: u32,
+    record: PhantomData<fn() -> R>,
+}
+
+impl<R: Pod> SlotReader<R> {
+    /// Records in the ring: a power of two.
+    #[inline]
+    pub fn capacity(&self) -> u32 {
+        self.mask + 1
+    }
+
+    /// A private copy of the record at a free-running position.
+    #[inline]
+    pub fn read(&self, position: u64) -> R {
+        let offset = slot_offset::<R>(self.offset, self.mask, position);
+        // SAFETY: the masked index is below the capacity that was checked when `self` was made.
+        unsafe { self.memory.read_unchecked(offset) }
+    }
+}
+
+/// The slots of a ring that this process fills.
+#[derive(Debug)]
+pub struct SlotWriter<R> {
+    memory: SharedMemory,
+    offset: usize,
+    mask: u32,
+    record: PhantomData<fn(R)>,
+}
+
+impl<R: Pod> SlotWriter<R> {
+    /// Records in the ring: a power of two.
+    #[inline]
+    pub fn capacity(&self) -> u32 {
+        self.mask + 1
+    }
+
+    /// Stores a record at a free-running position.
+    #[inline]
+    pub fn write(&self, position: u64, record: R) {
+        let offset = slot_offset::<R>(self.offset, self.mask, position);
+        // SAFETY: the masked index is below the capacity that was checked when `self` was made,
+        // and so was the permission to write.
+        unsafe { self.memory.write_unchecked(offset, record) }
+    }
+}
+
+#[inline]
+fn slot_offset<R>(start: usize, mask: u32, position: u64) -> usize {
+    start + (position & u64::from(mask)) as usize * size_of::<R>()
+}
