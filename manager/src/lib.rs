@@ -2,3 +2,6 @@
 //! between them and the engines' KV pages.
 
 pub mod core;
+pub mod device;
+pub mod image;
+pub mod pool;
