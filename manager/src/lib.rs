@@ -2,4 +2,7 @@
 //! between them and the engines' KV pages.
 
 pub mod core;
+pub mod device;
+pub mod image;
+pub mod pool;
 pub mod ssd;
