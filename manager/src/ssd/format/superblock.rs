@@ -134,6 +134,9 @@ impl Superblock {
     pub const CAPACITY_BYTES_MIN: u64 =
         data_offset_for(table_reserved_for(0)) + 2 * BLOCK_BYTES as u64;
 
+    /// Largest capacity of a file in bytes: its table would not fit behind more regions.
+    pub const CAPACITY_BYTES_MAX: u64 = REGIONS_MAX * RegionGeometry::REGION_BYTES_MIN;
+
     /// The state of a new file of `capacity_bytes` (rounded down to 4 KiB) for slots of up to
     /// `slot_bytes_max`. `None` when that is below [`CAPACITY_BYTES_MIN`](Self::CAPACITY_BYTES_MIN) or
     /// has more than a million regions.
