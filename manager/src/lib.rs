@@ -5,3 +5,4 @@ pub mod core;
 pub mod device;
 pub mod image;
 pub mod pool;
+pub mod ssd;

@@ -162,7 +162,8 @@ impl DramPool {
         let nodes = host::nodes_with_memory();
         let sizes = arena_sizes(config.bytes, nodes.len().max(1));
         let total: u64 = sizes.iter().sum();
-        let reserved = config.huge_pages == HugePages::Require && host::hugetlb_free_bytes() >= total;
+        let reserved =
+            config.huge_pages == HugePages::Require && host::hugetlb_free_bytes() >= total;
         if !reserved {
             check_available(total, host::available_bytes(), host::cgroup_available_bytes())?;
         }
@@ -258,8 +259,13 @@ impl Arena {
         };
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), wide, protection, flags) }
-            .map_err(|errno| PoolError::System { operation: "mmap", bytes: wide as u64, errno })?;
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), wide, protection, flags) }
+                .map_err(|errno| PoolError::System {
+                    operation: "mmap",
+                    bytes: wide as u64,
+                    errno,
+                })?;
         let address = base.addr();
         let head = address.next_multiple_of(align) - address;
         let tail = wide - bytes - head.min(wide - bytes);
@@ -308,9 +314,8 @@ impl Arena {
     /// what came of it is measured.
     fn collapse(&self) {
         // SAFETY: the range is this mapping; collapsing keeps its contents.
-        let _ = unsafe {
-            libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_COLLAPSE)
-        };
+        let _ =
+            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_COLLAPSE) };
     }
 
     fn bind(&self, node: u32) -> bool {
@@ -420,9 +425,9 @@ fn prefault_threads(asked: usize) -> usize {
 fn prefault(arenas: &[Arena], threads: usize) -> Result<(), PoolError> {
     let chunks = || {
         arenas.iter().flat_map(|arena| {
-            (0..arena.bytes).step_by(PREFAULT_CHUNK_BYTES).map(move |offset| {
-                (arena, offset, PREFAULT_CHUNK_BYTES.min(arena.bytes - offset))
-            })
+            (0..arena.bytes)
+                .step_by(PREFAULT_CHUNK_BYTES)
+                .map(move |offset| (arena, offset, PREFAULT_CHUNK_BYTES.min(arena.bytes - offset)))
         })
     };
     thread::scope(|scope| {
@@ -456,7 +461,11 @@ fn prefault_chunk(arena: &Arena, offset: usize, bytes: usize) -> Result<(), Pool
                 return Ok(());
             }
             Err(errno) => {
-                return Err(PoolError::System { operation: "pre-fault", bytes: bytes as u64, errno });
+                return Err(PoolError::System {
+                    operation: "pre-fault",
+                    bytes: bytes as u64,
+                    errno,
+                });
             }
         }
     }

@@ -200,7 +200,8 @@ fn transfer(
         let count = rest
             .iter()
             .take_while(|piece| {
-                host_memory(region, piece.memory, bytes).is_ok_and(|other| memory.batches_with(other))
+                host_memory(region, piece.memory, bytes)
+                    .is_ok_and(|other| memory.batches_with(other))
             })
             .count()
             .max(1);
