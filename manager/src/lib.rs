@@ -2,3 +2,4 @@
 //! between them and the engines' KV pages.
 
 pub mod core;
+pub mod telemetry;

@@ -6,5 +6,8 @@
 
 pub mod bootstrap;
 pub mod ids;
+pub mod inspect;
 pub mod layout;
+pub mod memory;
 pub mod record;
+pub mod telemetry;
