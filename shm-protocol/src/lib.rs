@@ -5,9 +5,12 @@
 #![warn(missing_docs)]
 
 pub mod bootstrap;
+pub mod doorbell;
 pub mod ids;
 pub mod inspect;
 pub mod layout;
 pub mod memory;
 pub mod record;
+pub mod ring;
+pub mod segment;
 pub mod telemetry;
