@@ -215,3 +215,6 @@ impl Patience {
         now < *self.until_ns.get_or_insert(now + RETRY_TIME_MAX.as_nanos() as u64)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -313,3 +313,151 @@ impl GroupCopy {
             .collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::thread;
+
+    use super::super::{CONFIG, DEVICES, DeviceRow, NUMBERS, SESSION_ROWS, session_group};
+    use super::*;
+
+    fn identity() -> Identity {
+        Identity {
+            epoch: Epoch(0x0102_0304),
+            pid: 77,
+            uid: 1000,
+            started_ns: 5,
+            version: "0.1.0".into(),
+            socket: Path::new("/run/orbitkv/a.sock").into(),
+        }
+    }
+
+    fn segment() -> (SegmentWriter, SegmentReader) {
+        let writer = SegmentWriter::new(SharedMemory::heap(TELEMETRY_BYTES), &identity());
+        let reader = SegmentReader::new(writer.memory()).expect("valid");
+        (writer, reader)
+    }
+
+    /// Golden bytes of the header: readers of other builds find these whatever else changes.
+    #[test]
+    fn header_lies_where_it_always_will() {
+        let (writer, reader) = segment();
+        let memory = writer.memory();
+        let bytes: Vec<u8> =
+            (0..144).step_by(8).flat_map(|at| memory.read::<u64>(at).to_le_bytes()).collect();
+        assert_eq!(&bytes[..8], b"OKVTELE1");
+        assert_eq!(bytes[8..16], 1_u64.to_le_bytes());
+        assert_eq!(bytes[16..24], LAYOUT_FINGERPRINT.to_le_bytes());
+        assert_eq!(bytes[24..32], (TELEMETRY_BYTES as u64).to_le_bytes());
+        assert_eq!(bytes[32..40], [4, 3, 2, 1, 0, 0, 0, 0]);
+        assert_eq!(bytes[40..48], [77, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&bytes[64..72], b"0.1.0\0\0\0");
+        assert_eq!(&bytes[128..144], b"/run/orbitkv/a.s");
+        assert_eq!(reader.identity(), identity());
+        assert_eq!(reader.state(), Some(ManagerState::Starting));
+        assert_eq!(reader.heartbeat_ns(), 5);
+    }
+
+    #[test]
+    fn other_segments_are_refused_by_cause() {
+        let refused = |change: &dyn Fn(&SharedMemory)| {
+            let memory = SharedMemory::heap(TELEMETRY_BYTES);
+            drop(SegmentWriter::new(memory.clone(), &identity()));
+            change(&memory);
+            SegmentReader::new(memory.read_only()).expect_err("changed")
+        };
+        let magic = u64::from_le_bytes(*b"GARBAGE!");
+        assert_eq!(refused(&|m| m.write(0, magic)), SegmentFault::NotOurs { magic });
+        assert_eq!(refused(&|m| m.write(8, 0_u64)), SegmentFault::Unfinished);
+        assert_eq!(refused(&|m| m.write(8, 9_u64)), SegmentFault::OtherAbi { theirs: 9, ours: 1 });
+        let version = "0.1.0".to_owned();
+        assert_eq!(refused(&|m| m.write(16, 1_u64)), SegmentFault::OtherLayout { version });
+        let short = SegmentReader::new(SharedMemory::heap(4096)).expect_err("short");
+        assert!(matches!(short, SegmentFault::TooShort { bytes: 4096, .. }));
+        let fresh = SegmentReader::new(SharedMemory::heap(TELEMETRY_BYTES)).expect_err("zero");
+        assert_eq!(fresh, SegmentFault::Unfinished);
+    }
+
+    /// A writer changes all words of a group to the same number again and again; a copy that is not
+    /// marked torn never holds two numbers.
+    #[test]
+    fn copies_are_whole_or_marked_torn() {
+        let (writer, reader) = segment();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for value in 1..=20_000 {
+                    writer.update(CONFIG, |stores| {
+                        for word in 0..64 {
+                            stores.store(word, value);
+                        }
+                    });
+                }
+            });
+            let mut last = 0;
+            while last < 20_000 {
+                let copy = reader.copy(CONFIG, || {
+                    thread::yield_now();
+                    true
+                });
+                assert!(!copy.torn, "patience without end");
+                let value = copy.words[0];
+                assert!(copy.words[..64].iter().all(|&word| word == value), "{:?}", copy.words);
+                assert!(value >= last, "never back in time");
+                last = value;
+            }
+        });
+    }
+
+    /// A writer that died between begin and end: readers give up as told and say so.
+    #[test]
+    fn a_dead_writers_group_is_taken_as_it_is() {
+        let (writer, reader) = segment();
+        writer.update(NUMBERS, |stores| stores.store(3, 33));
+        let memory = SharedMemory::heap(TELEMETRY_BYTES);
+        let torn = SegmentWriter::new(memory.clone(), &identity());
+        torn.update(NUMBERS, |stores| stores.store(3, 33));
+        // NUMBERS is the first group: its sequence is the first word behind the header page.
+        memory.write(0x1000, memory.read::<u64>(0x1000) | 1);
+        let reader_of_torn = SegmentReader::new(memory.read_only()).expect("valid");
+        let mut tries = 0;
+        let copy = reader_of_torn.copy(NUMBERS, || {
+            tries += 1;
+            tries < 10
+        });
+        assert!(copy.torn);
+        assert_eq!((tries, copy.words[3]), (10, 33));
+        let copy = reader.copy(NUMBERS, || unreachable!("nothing changes"));
+        assert_eq!((copy.torn, copy.words[3]), (false, 33));
+        // The next writer on the same memory comes to rest again.
+        torn.update(NUMBERS, |stores| stores.store(3, 34));
+        let copy = reader_of_torn.copy(NUMBERS, || false);
+        assert_eq!((copy.torn, copy.words[3]), (false, 34));
+    }
+
+    #[test]
+    fn tables_keep_what_fits() {
+        let (writer, reader) = segment();
+        let mut row: DeviceRow = Zeroable::zeroed();
+        let rows: Vec<DeviceRow> = (0..20)
+            .map(|i| {
+                row.capacity_bytes = i;
+                row
+            })
+            .collect();
+        writer.update_table(DEVICES, &rows);
+        assert_eq!(reader.copy(DEVICES, || false).rows::<DeviceRow>(), rows[..16]);
+        writer.update_table(DEVICES, &rows[..2]);
+        assert_eq!(reader.copy(DEVICES, || false).rows::<DeviceRow>(), rows[..2]);
+        let lying = GroupCopy { words: vec![u64::MAX; DEVICES.words()], torn: false };
+        assert_eq!(lying.rows::<DeviceRow>().len(), 16);
+    }
+
+    #[test]
+    #[should_panic(expected = "word < self.group.words")]
+    fn a_store_past_the_group_is_a_bug() {
+        let (writer, _) = segment();
+        let group = session_group(SESSION_ROWS - 1);
+        writer.update(group, |stores| stores.store(group.words(), 1));
+    }
+}

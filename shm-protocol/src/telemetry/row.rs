@@ -139,3 +139,31 @@ pub fn printable(bytes: &[u8]) -> String {
         .map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Text that fits comes back; text that does not is cut between two characters.
+        #[test]
+        fn text_survives_or_is_cut_between_characters(text in "[^\0]{0,40}") {
+            let kept = text_bytes(&text_words::<4>(text.as_bytes()));
+            let kept = String::from_utf8(kept).expect("whole characters");
+            prop_assert!(text.starts_with(&kept));
+            if text.len() <= 32 {
+                prop_assert_eq!(kept, text);
+            } else {
+                prop_assert!(kept.len() > 32 - 4);
+            }
+        }
+
+        #[test]
+        fn printable_text_cannot_steer_a_terminal(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let text = printable(&bytes);
+            prop_assert!(text.chars().all(|c| !c.is_control() || c == '\n' || c == '\t'));
+        }
+    }
+}
