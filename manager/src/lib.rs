@@ -8,3 +8,4 @@ pub mod image;
 pub mod pool;
 pub mod ssd;
 pub mod units;
+pub mod telemetry;

@@ -385,6 +385,13 @@ pub struct WordWriter<W> {
 }
 
 impl<W: Word> WordWriter<W> {
+    /// Stores a value, ordered with nothing.
+    #[inline]
+    pub fn store_relaxed(&self, value: W) {
+        // SAFETY: offset, alignment and permission were checked when `self` was made.
+        unsafe { W::store(&self.memory, self.offset, value, Ordering::Relaxed) }
+    }
+
     /// Stores a value; whoever acquires it sees everything written before.
     #[inline]
     pub fn store_release(&self, value: W) {
