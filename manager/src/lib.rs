@@ -7,5 +7,5 @@ pub mod device;
 pub mod image;
 pub mod pool;
 pub mod ssd;
-pub mod units;
 pub mod telemetry;
+pub mod units;
