@@ -4,5 +4,10 @@
 pub mod clock;
 pub mod config;
 pub mod core;
+pub mod device;
 pub mod endpoint;
+pub mod image;
+pub mod pool;
+pub mod ssd;
+pub mod telemetry;
 pub mod units;
