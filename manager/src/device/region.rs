@@ -35,7 +35,9 @@ pub enum RegionError {
         segment: usize,
     },
     /// A segment leaves its memory on some page, overflow included.
-    #[error("segment {segment} leaves its memory of {memory_bytes} bytes on the last of {pages} pages")]
+    #[error(
+        "segment {segment} leaves its memory of {memory_bytes} bytes on the last of {pages} pages"
+    )]
     OutOfBounds {
         /// Which segment.
         segment: usize,
@@ -45,7 +47,9 @@ pub enum RegionError {
         pages: u32,
     },
     /// Neighbouring pages share bytes.
-    #[error("segment {segment}: stride {stride} bytes is below its length {length}, so pages overlap")]
+    #[error(
+        "segment {segment}: stride {stride} bytes is below its length {length}, so pages overlap"
+    )]
     PagesOverlap {
         /// Which segment.
         segment: usize,
@@ -131,10 +135,14 @@ impl PageLayout {
         if segments == 0 || segments > LAYOUT_SEGMENTS_MAX {
             return Err(RegionError::SegmentCount { segments });
         }
-        let image_bytes_u32 = u32::try_from(image_bytes)
-            .map_err(|_| RegionError::ImageTooLarge { image_bytes })?;
-        let mut layout =
-            Self { pages: spec.pages, image_bytes: image_bytes_u32, runs: vec![], memories: vec![] };
+        let image_bytes_u32 =
+            u32::try_from(image_bytes).map_err(|_| RegionError::ImageTooLarge { image_bytes })?;
+        let mut layout = Self {
+            pages: spec.pages,
+            image_bytes: image_bytes_u32,
+            runs: vec![],
+            memories: vec![],
+        };
         let mut positions: HashMap<u32, u16> = HashMap::new();
         let mut intervals = Vec::with_capacity(segments);
         let mut sum = 0u64;
@@ -311,10 +319,7 @@ mod tests {
         let ok = segment(0, 0, 100, 100);
         assert!(check(&region(10, vec![ok]), 100).is_ok());
         assert_eq!(check(&region(0, vec![ok]), 100), Err(RegionError::NoPages));
-        assert_eq!(
-            check(&region(1, vec![]), 100),
-            Err(RegionError::SegmentCount { segments: 0 })
-        );
+        assert_eq!(check(&region(1, vec![]), 100), Err(RegionError::SegmentCount { segments: 0 }));
         assert_eq!(
             check(&region(1, vec![ok; LAYOUT_SEGMENTS_MAX + 1]), 100),
             Err(RegionError::SegmentCount { segments: LAYOUT_SEGMENTS_MAX + 1 })
@@ -382,7 +387,8 @@ mod tests {
         let pages = prop_oneof![Just(0), Just(1), Just(u32::MAX), 0..20u32, any::<u32>()];
         let segment = (0..3u32, hostile_number(), hostile_number(), hostile_number())
             .prop_map(|(memory, offset, stride, length)| segment(memory, offset, stride, length));
-        (pages, collection::vec(segment, 0..6)).prop_map(|(pages, segments)| region(pages, segments))
+        (pages, collection::vec(segment, 0..6))
+            .prop_map(|(pages, segments)| region(pages, segments))
     }
 
     /// The rules in numbers too wide to overflow, without names for the defects.

@@ -1,7 +1,7 @@
 //! Allocates, pre-faults and gives out the pool's memory.
 //!
 //! Everything is done before the Manager is ready: afterwards no page of the pool faults, none can
-//! be missing, and a copy needs an address computation only. Placement inside an arena is `core`'s.
+//! be missing, and a copy needs an address computation only. NodePlacement inside an arena is `core`'s.
 #![allow(unsafe_code, reason = "maps and unmaps the arenas, binds them to nodes, touches pages")]
 
 use std::ops::Range;
@@ -10,7 +10,6 @@ use std::thread;
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-use serde::{Deserialize, Serialize};
 
 use super::host::{self, HUGE_PAGE_BYTES};
 use crate::core::Extent;
@@ -28,8 +27,7 @@ const HEADROOM_BYTES: u64 = 64 << 20;
 const SMALL_PAGE_BYTES: usize = 4096;
 
 /// Whether the pool insists on 2 MiB pages.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePages {
     /// Reserved huge pages when enough are free, else transparent ones; refuses to start when any
     /// byte of the pool lies in a small page.
@@ -76,7 +74,7 @@ impl PageMode {
 
 /// How the arenas are spread over NUMA nodes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Placement {
+pub enum NodePlacement {
     /// The host has one node.
     OneNode,
     /// One arena a node, bound to it.
@@ -146,7 +144,7 @@ pub struct DramPool {
     arenas: Vec<Arena>,
     page_mode: PageMode,
     huge_bytes: u64,
-    placement: Placement,
+    placement: NodePlacement,
 }
 
 impl DramPool {
@@ -162,7 +160,8 @@ impl DramPool {
         let nodes = host::nodes_with_memory();
         let sizes = arena_sizes(config.bytes, nodes.len().max(1));
         let total: u64 = sizes.iter().sum();
-        let reserved = config.huge_pages == HugePages::Require && host::hugetlb_free_bytes() >= total;
+        let reserved =
+            config.huge_pages == HugePages::Require && host::hugetlb_free_bytes() >= total;
         if !reserved {
             check_available(total, host::available_bytes(), host::cgroup_available_bytes())?;
         }
@@ -191,7 +190,7 @@ impl DramPool {
     }
 
     /// How the arenas lie on NUMA nodes.
-    pub fn placement(&self) -> Placement {
+    pub fn placement(&self) -> NodePlacement {
         self.placement
     }
 
@@ -258,8 +257,13 @@ impl Arena {
         };
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), wide, protection, flags) }
-            .map_err(|errno| PoolError::System { operation: "mmap", bytes: wide as u64, errno })?;
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), wide, protection, flags) }
+                .map_err(|errno| PoolError::System {
+                    operation: "mmap",
+                    bytes: wide as u64,
+                    errno,
+                })?;
         let address = base.addr();
         let head = address.next_multiple_of(align) - address;
         let tail = wide - bytes - head.min(wide - bytes);
@@ -308,9 +312,8 @@ impl Arena {
     /// what came of it is measured.
     fn collapse(&self) {
         // SAFETY: the range is this mapping; collapsing keeps its contents.
-        let _ = unsafe {
-            libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_COLLAPSE)
-        };
+        let _ =
+            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_COLLAPSE) };
     }
 
     fn bind(&self, node: u32) -> bool {
@@ -388,22 +391,22 @@ fn map_arenas(sizes: &[u64], reserved: bool) -> Result<Vec<Arena>, PoolError> {
 }
 
 /// Binds each arena to its node, all or none: a node that is too full would kill the Manager.
-fn place(arenas: &mut [Arena], nodes: &[u32]) -> Placement {
+fn place(arenas: &mut [Arena], nodes: &[u32]) -> NodePlacement {
     if nodes.len() <= 1 {
-        return Placement::OneNode;
+        return NodePlacement::OneNode;
     }
     let room = |(arena, &node): (&Arena, &u32)| {
         host::node_available_bytes(node)
             .is_some_and(|bytes| bytes >= arena.bytes as u64 + HEADROOM_BYTES)
     };
     if !arenas.iter().zip(nodes).all(room) {
-        return Placement::Unbound;
+        return NodePlacement::Unbound;
     }
     // A refused bind after an accepted one leaves a mixture, which is reported as unbound.
     if arenas.iter().zip(nodes).all(|(arena, &node)| arena.bind(node)) {
-        Placement::Bound
+        NodePlacement::Bound
     } else {
-        Placement::Unbound
+        NodePlacement::Unbound
     }
 }
 
@@ -420,9 +423,9 @@ fn prefault_threads(asked: usize) -> usize {
 fn prefault(arenas: &[Arena], threads: usize) -> Result<(), PoolError> {
     let chunks = || {
         arenas.iter().flat_map(|arena| {
-            (0..arena.bytes).step_by(PREFAULT_CHUNK_BYTES).map(move |offset| {
-                (arena, offset, PREFAULT_CHUNK_BYTES.min(arena.bytes - offset))
-            })
+            (0..arena.bytes)
+                .step_by(PREFAULT_CHUNK_BYTES)
+                .map(move |offset| (arena, offset, PREFAULT_CHUNK_BYTES.min(arena.bytes - offset)))
         })
     };
     thread::scope(|scope| {
@@ -456,7 +459,11 @@ fn prefault_chunk(arena: &Arena, offset: usize, bytes: usize) -> Result<(), Pool
                 return Ok(());
             }
             Err(errno) => {
-                return Err(PoolError::System { operation: "pre-fault", bytes: bytes as u64, errno });
+                return Err(PoolError::System {
+                    operation: "pre-fault",
+                    bytes: bytes as u64,
+                    errno,
+                });
             }
         }
     }

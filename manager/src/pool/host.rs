@@ -36,7 +36,8 @@ pub(super) fn cgroup_available_bytes() -> Option<u64> {
     for _ in 0..CGROUP_DEPTH_MAX {
         let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
         if let (Some(max), Some(current)) = (read("memory.max"), read("memory.current"))
-            && let Some(left) = cgroup_left(&max, &current, &read("memory.stat").unwrap_or_default())
+            && let Some(left) =
+                cgroup_left(&max, &current, &read("memory.stat").unwrap_or_default())
         {
             least = Some(least.map_or(left, |least: u64| least.min(left)));
         }
@@ -129,7 +130,9 @@ fn huge_bytes(lines: impl Iterator<Item = String>, ranges: &[Range<u64>]) -> u64
         if let Some(mapping) = mapping_range(&line) {
             shared = ranges
                 .iter()
-                .map(|range| range.end.min(mapping.end).saturating_sub(range.start.max(mapping.start)))
+                .map(|range| {
+                    range.end.min(mapping.end).saturating_sub(range.start.max(mapping.start))
+                })
                 .sum();
         } else if shared > 0
             && let Some(bytes) = kib_field(&line, "AnonHugePages:")
@@ -176,7 +179,8 @@ mod tests {
         assert_eq!(node_list("0\n"), [0]);
         assert!(node_list("").is_empty());
         assert_eq!(node_list("0-4294967295").len(), NODES_MAX);
-        let text = "Node 1 MemFree:  10 kB\nNode 1 Active(file): 2 kB\nNode 1 Inactive(file): 3 kB\n";
+        let text =
+            "Node 1 MemFree:  10 kB\nNode 1 Active(file): 2 kB\nNode 1 Inactive(file): 3 kB\n";
         assert_eq!(node_available(text), Some(15 * 1024));
     }
 

@@ -3,4 +3,4 @@
 mod arena;
 mod host;
 
-pub use arena::{DramPool, HugePages, PageMode, Placement, PoolConfig, PoolError, ShortOf};
+pub use arena::{DramPool, HugePages, NodePlacement, PageMode, PoolConfig, PoolError, ShortOf};

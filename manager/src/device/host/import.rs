@@ -41,7 +41,9 @@ pub enum ImportError {
         pid: i32,
     },
     /// It runs under another uid.
-    #[error("process_vm access to process {pid} of uid {theirs} refused to uid {ours}: run both as one user, or register a sealed memfd")]
+    #[error(
+        "process_vm access to process {pid} of uid {theirs} refused to uid {ours}: run both as one user, or register a sealed memfd"
+    )]
     OtherUser {
         /// Its id.
         pid: i32,
@@ -51,13 +53,17 @@ pub enum ImportError {
         ours: u32,
     },
     /// It runs in another user namespace.
-    #[error("process_vm access to process {pid} refused: it is in another user namespace; register a sealed memfd")]
+    #[error(
+        "process_vm access to process {pid} refused: it is in another user namespace; register a sealed memfd"
+    )]
     UserNamespace {
         /// Its id.
         pid: i32,
     },
     /// Yama forbids it.
-    #[error("process_vm access to process {pid} refused by Yama (kernel.yama.ptrace_scope = {scope}): call prctl(PR_SET_PTRACER, Manager) in the engine (scope 1 only), lower the scope, or register a sealed memfd")]
+    #[error(
+        "process_vm access to process {pid} refused by Yama (kernel.yama.ptrace_scope = {scope}): call prctl(PR_SET_PTRACER, Manager) in the engine (scope 1 only), lower the scope, or register a sealed memfd"
+    )]
     Yama {
         /// Its id.
         pid: i32,
@@ -65,13 +71,17 @@ pub enum ImportError {
         scope: u32,
     },
     /// It made itself undumpable, for example by changing its uid.
-    #[error("process_vm access to process {pid} refused: it is not dumpable; call prctl(PR_SET_DUMPABLE, 1) or register a sealed memfd")]
+    #[error(
+        "process_vm access to process {pid} refused: it is not dumpable; call prctl(PR_SET_DUMPABLE, 1) or register a sealed memfd"
+    )]
     NotDumpable {
         /// Its id.
         pid: i32,
     },
     /// Refused for a reason that is not visible: a security module, or a container profile.
-    #[error("process_vm access to process {pid} refused ({errno}): a seccomp profile or security module forbids it; register a sealed memfd")]
+    #[error(
+        "process_vm access to process {pid} refused ({errno}): a seccomp profile or security module forbids it; register a sealed memfd"
+    )]
     Forbidden {
         /// Its id.
         pid: i32,
