@@ -253,7 +253,7 @@ mod tests {
     use super::*;
     use crate::core::{CopyPage, Extent, Ticket};
     use crate::device::{DeviceMemory, DeviceRegion};
-    use crate::pool::{DramPool, HugePages, PoolConfig};
+    use crate::image::HeapImages;
 
     const PAGE: u32 = 5 << 20;
 
@@ -290,8 +290,7 @@ mod tests {
     /// Goal: no convoy. Method: the whole queue is known beforehand and one thread works it off.
     #[test]
     fn short_commands_end_before_long_ones_that_came_first() {
-        let config = PoolConfig { bytes: 6 << 20, huge_pages: HugePages::Off, prefault_threads: 1 };
-        let pool = DramPool::allocate(config).expect("pool");
+        let images = HeapImages::new(PAGE as usize);
         let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
         let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
         let bell = ControlBell::new();
@@ -303,7 +302,7 @@ mod tests {
             assert!(commands.try_push(command(number, &short, 1)).is_ok());
         }
         let queues = Queues { commands: taken, ends: ended, notify: bell.ringer() };
-        work(queues, &AtomicU8::new(DRAIN), &pool);
+        work(queues, &AtomicU8::new(DRAIN), &images);
         let order: Vec<u64> = std::iter::from_fn(|| ends.try_pop())
             .inspect(|end| assert!(end.error.is_none()))
             .map(|end| end.ticket.0)
@@ -313,14 +312,13 @@ mod tests {
 
     #[test]
     fn abandoned_work_reports_nothing() {
-        let config = PoolConfig { bytes: 6 << 20, huge_pages: HugePages::Off, prefault_threads: 1 };
-        let pool = DramPool::allocate(config).expect("pool");
+        let images = HeapImages::new(PAGE as usize);
         let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
         let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
         let region = region(1);
         assert!(commands.try_push(command(0, &region, 1)).is_ok());
         let queues = Queues { commands: taken, ends: ended, notify: ControlBell::new().ringer() };
-        work(queues, &AtomicU8::new(ABANDON), &pool);
+        work(queues, &AtomicU8::new(ABANDON), &images);
         assert!(ends.try_pop().is_none());
         drop(commands);
         assert_eq!(Arc::strong_count(&region), 1, "an abandoned command was kept");

@@ -298,7 +298,7 @@ mod tests {
 
     use super::*;
     use crate::core::Extent;
-    use crate::pool::{DramPool, HugePages, PoolConfig};
+    use crate::image::{HeapImages, ImageMemory};
 
     const PAGE: usize = 4096;
 
@@ -332,13 +332,12 @@ mod tests {
     #[test]
     fn bytes_before_a_hole_count_and_the_hole_is_named() {
         let (memory, start, _nonce) = holed();
-        let config = PoolConfig { bytes: 1, huge_pages: HugePages::Off, prefault_threads: 1 };
-        let pool = DramPool::allocate(config).expect("pool");
+        let images = HeapImages::new(4 * PAGE);
         let part = |number: u64| {
             let offset = number * PAGE as u64;
             let extent = Extent { arena: 0, offset, bytes: PAGE as u32 };
             let address = memory.address(offset, PAGE).expect("inside");
-            (address, pool.slice(extent).expect("extent"))
+            (address, images.slice(extent).expect("extent"))
         };
         let mut scratch = Scratch::default();
         let hole = start.addr() as u64 + 2 * PAGE as u64;
@@ -363,9 +362,9 @@ mod tests {
     #[test]
     fn a_changed_nonce_voids_a_read_and_forbids_a_write() {
         let (memory, start, mut nonce) = holed();
-        let config = PoolConfig { bytes: 1, huge_pages: HugePages::Off, prefault_threads: 1 };
-        let pool = DramPool::allocate(config).expect("pool");
-        let image = pool.slice(Extent { arena: 0, offset: 0, bytes: PAGE as u32 }).expect("extent");
+        let images = HeapImages::new(4 * PAGE);
+        let image =
+            images.slice(Extent { arena: 0, offset: 0, bytes: PAGE as u32 }).expect("extent");
         assert!(image.fill_from(&[5; PAGE]));
         *std::hint::black_box(&mut *nonce) += 1;
         let lost = CopyError::NonceLost { pid: memory.peer.pid };
