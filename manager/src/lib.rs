@@ -8,6 +8,7 @@ pub mod device;
 pub mod endpoint;
 pub mod image;
 pub mod pool;
+pub mod service;
 pub mod ssd;
 pub mod telemetry;
 pub mod units;

@@ -23,7 +23,7 @@ use crate::clock::{Clock, nanos_of};
 use crate::config::WaitMode;
 use crate::core::{Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, PeerFault};
 use crate::device::{CopyCommand, Device, DeviceRegion, DoneWord};
-use crate::endpoint::{Answer, Endpoint, EndpointEvent, EndpointReply, QuestionId};
+use crate::endpoint::{Answer, CloseCause, Endpoint, EndpointEvent, EndpointReply, QuestionId};
 use crate::telemetry::Telemetry;
 use client::{Client, TakeEnd};
 use waiting::Waiting;
@@ -277,7 +277,7 @@ impl Service {
             }
             EndpointEvent::Closed { session, cause } => {
                 tracing::info!(session = session.0, cause = %cause, "session closed");
-                self.telemetry.counters.add(Metric::SessionsClosed(cause.into()), 1);
+                self.telemetry.counters.add(Metric::SessionsClosed(close_reason(cause)), 1);
                 self.close_client(session);
                 self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
             }
@@ -349,12 +349,9 @@ impl Service {
                 continue;
             }
             progress = true;
-            let end = client.take(
-                now,
-                REQUESTS_PER_TURN,
-                &mut self.entries,
-                |event| self.core.handle(now, event, &mut self.effects),
-            );
+            let end = client.take(now, REQUESTS_PER_TURN, &mut self.entries, |event| {
+                self.core.handle(now, event, &mut self.effects)
+            });
             if let TakeEnd::Fault(fault) = end {
                 let session = client.segments.session();
                 self.cut_off(session, &fault);
@@ -596,6 +593,15 @@ fn stores_done_word(completion: &Completion) -> Option<u32> {
         (Status::Ok, 0) => Some(completion.operation.done_word()),
         (Status::Ok, _) => None,
         _ => Some(completion.operation.failed_word()),
+    }
+}
+
+const fn close_reason(cause: CloseCause) -> CloseReason {
+    match cause {
+        CloseCause::Disconnected | CloseCause::Silent => CloseReason::Detached,
+        CloseCause::PeerDied => CloseReason::PeerDied,
+        CloseCause::Stopping => CloseReason::Draining,
+        _ => CloseReason::PeerFault,
     }
 }
 

@@ -10,7 +10,8 @@ use orbitkv_shm_protocol::telemetry::SessionState;
 use super::{RegionHandle, stores_done_word};
 use crate::core::{Event, Nanos, SessionView};
 use crate::endpoint::SessionReady;
-use crate::telemetry::{SessionMirror, SessionSlot};
+use crate::telemetry::SessionSlot;
+use crate::telemetry::mirror::SessionMirror;
 
 /// One client.
 pub(super) struct Client {
@@ -51,7 +52,7 @@ impl Client {
     pub(super) fn new(ready: SessionReady, now: Nanos) -> Self {
         Self {
             engine: ready.engine,
-            pid: ready.peer.pid.unsigned_abs(),
+            pid: ready.peer.pid,
             uid: ready.peer.uid,
             segments: ready.segments,
             regions: Vec::new(),
@@ -165,10 +166,8 @@ impl Client {
             self.segments.done.store(completion.operation.index, 0, word);
         }
         let (session, epoch) = (self.segments.session(), self.segments.epoch());
-        let pushed = self
-            .segments
-            .completions
-            .push(|sequence| completion.encode(session, epoch, sequence));
+        let pushed =
+            self.segments.completions.push(|sequence| completion.encode(session, epoch, sequence));
         // Room was checked when the request was taken; a consumer index that jumped since then
         // shows at the next request.
         if let Err(error) = pushed {

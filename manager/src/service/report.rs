@@ -8,7 +8,8 @@ use orbitkv_shm_protocol::telemetry::{
 
 use super::{Service, TABLES_INTERVAL_NS};
 use crate::core::{Gauges, Nanos, SessionView, Stats};
-use crate::telemetry::{Counters, LeaseMirror, NamespaceMirror, OperationMirror};
+use crate::telemetry::Counters;
+use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
 
 impl Service {
     /// Publishes numbers every time, tables that cost a walk less often.
@@ -50,9 +51,10 @@ impl Service {
             ssd_bytes: view.ssd_pages * view.page_bytes,
         });
         self.telemetry.set_namespaces(namespaces);
-        let (dram, ssd) = self.core.namespace_views().fold((0, 0), |(dram, ssd), view| {
-            (dram + view.dram_pages, ssd + view.ssd_pages)
-        });
+        let (dram, ssd) = self
+            .core
+            .namespace_views()
+            .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
         self.telemetry.counters.set(Metric::PoolResidentPages, dram);
         self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
         if let Some(storage) = &self.storage {
