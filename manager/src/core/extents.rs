@@ -9,6 +9,10 @@ use super::effect::Extent;
 /// Granularity of the pool, in bytes.
 pub const UNIT_BYTES: u64 = 4096;
 
+/// No extent crosses a multiple of this within its arena: fixed-buffer I/O registers memory in
+/// pieces of at most as much.
+const PIECE_BYTES: u64 = 1 << 30;
+
 const SUBDIVISIONS_LOG2: u32 = 4;
 const SUBDIVISIONS: usize = 1 << SUBDIVISIONS_LOG2;
 const LEVELS: usize = 33 - SUBDIVISIONS_LOG2 as usize;
@@ -27,7 +31,7 @@ struct Run {
     next: u32,
 }
 
-/// One arena's free space.
+/// Free space of one piece of an arena.
 #[derive(Debug)]
 struct Arena {
     units: u32,
@@ -44,16 +48,39 @@ struct Arena {
 /// All arenas of the pool.
 #[derive(Debug)]
 pub struct Extents {
-    arenas: Vec<Arena>,
+    /// Arenas cut into pieces of at most [`PIECE_BYTES`].
+    pieces: Vec<Arena>,
+    /// First piece of each arena.
+    first_piece: Vec<usize>,
+    /// Arena of each piece.
+    arena_of: Vec<u16>,
+    /// Where the last allocation or release was: the place to look first.
+    hint: usize,
     capacity: u64,
 }
 
 impl Extents {
     /// Arenas of the given sizes in bytes; a tail below [`UNIT_BYTES`] is not used.
     pub fn new(arena_bytes: &[u64]) -> Self {
-        let arenas: Vec<_> = arena_bytes.iter().map(|&bytes| Arena::new(bytes)).collect();
-        let capacity = arenas.iter().map(|arena| u64::from(arena.units) * UNIT_BYTES).sum();
-        Self { arenas, capacity }
+        let mut extents = Self {
+            pieces: Vec::new(),
+            first_piece: Vec::new(),
+            arena_of: Vec::new(),
+            hint: 0,
+            capacity: 0,
+        };
+        for (arena, &bytes) in arena_bytes.iter().enumerate() {
+            extents.first_piece.push(extents.pieces.len());
+            let mut left = bytes / UNIT_BYTES * UNIT_BYTES;
+            extents.capacity += left;
+            while left > 0 {
+                let piece = left.min(PIECE_BYTES);
+                extents.pieces.push(Arena::new(piece));
+                extents.arena_of.push(arena as u16);
+                left -= piece;
+            }
+        }
+        extents
     }
 
     /// Bytes that all arenas together hold.
@@ -63,18 +90,18 @@ impl Extents {
 
     /// Bytes in no extent.
     pub fn free_bytes(&self) -> u64 {
-        self.arenas.iter().map(|arena| arena.free_units * UNIT_BYTES).sum()
+        self.pieces.iter().map(|piece| piece.free_units * UNIT_BYTES).sum()
     }
 
     /// Length of the longest free run, in bytes: the largest page that fits without eviction.
     pub fn largest_free_bytes(&self) -> u64 {
-        let longest = self.arenas.iter().map(Arena::longest).max();
+        let longest = self.pieces.iter().map(Arena::longest).max();
         u64::from(longest.unwrap_or(0)) * UNIT_BYTES
     }
 
     /// Longest extent that an empty pool could give, in bytes.
     pub fn largest_possible_bytes(&self) -> u64 {
-        let largest = self.arenas.iter().map(|arena| arena.units).max();
+        let largest = self.pieces.iter().map(|piece| piece.units).max();
         u64::from(largest.unwrap_or(0)) * UNIT_BYTES
     }
 
@@ -82,18 +109,15 @@ impl Extents {
     pub fn allocate(&mut self, bytes: u64) -> Option<Extent> {
         let units = u32::try_from(bytes.div_ceil(UNIT_BYTES)).ok().filter(|&units| units > 0)?;
         let extent_bytes = u32::try_from(u64::from(units) * UNIT_BYTES).ok()?;
-        let fullest_first = 0..self.arenas.len();
-        let arena = fullest_first
-            .filter(|&i| self.arenas[i].free_units >= u64::from(units))
-            .max_by_key(|&i| self.arenas[i].free_units)?;
-        let others = (0..self.arenas.len()).filter(|&i| i != arena);
-        for index in std::iter::once(arena).chain(others) {
-            if let Some(start) = self.arenas[index].allocate(units) {
-                return Some(Extent {
-                    arena: index as u16,
-                    offset: u64::from(start) * UNIT_BYTES,
-                    bytes: extent_bytes,
-                });
+        let count = self.pieces.len();
+        for step in 0..count {
+            let at = (self.hint + step) % count;
+            if let Some(start) = self.pieces[at].allocate(units) {
+                self.hint = at;
+                let arena = self.arena_of[at];
+                let before = (at - self.first_piece[usize::from(arena)]) as u64 * PIECE_BYTES;
+                let offset = before + u64::from(start) * UNIT_BYTES;
+                return Some(Extent { arena, offset, bytes: extent_bytes });
             }
         }
         None
@@ -101,9 +125,11 @@ impl Extents {
 
     /// Gives an extent back.
     pub fn free(&mut self, extent: Extent) {
-        let start = (extent.offset / UNIT_BYTES) as u32;
-        let units = extent.bytes / UNIT_BYTES as u32;
-        self.arenas[usize::from(extent.arena)].free(start, units);
+        let first = self.first_piece[usize::from(extent.arena)];
+        let at = first + (extent.offset / PIECE_BYTES) as usize;
+        let start = (extent.offset % PIECE_BYTES / UNIT_BYTES) as u32;
+        self.pieces[at].free(start, extent.bytes / UNIT_BYTES as u32);
+        self.hint = at;
     }
 }
 
@@ -310,6 +336,22 @@ mod tests {
         let large = pool.allocate(9 << 20).unwrap();
         assert_eq!(small.offset, 0);
         assert_eq!(large.offset + u64::from(large.bytes), 64 << 20);
+    }
+
+    #[test]
+    fn no_extent_crosses_a_piece_of_one_gib() {
+        let mut pool = Extents::new(&[(2 << 30) + (512 << 20), 64 << 20]);
+        let mut seen = [0; 2];
+        let mut held = Vec::new();
+        while let Some(extent) = pool.allocate(48 << 20) {
+            let last = extent.offset + u64::from(extent.bytes) - 1;
+            assert_eq!(extent.offset >> 30, last >> 30, "{extent:?}");
+            seen[usize::from(extent.arena)] += 1;
+            held.push(extent);
+        }
+        assert_eq!(seen, [21 + 21 + 10, 1]);
+        held.into_iter().for_each(|extent| pool.free(extent));
+        assert_eq!(pool.free_bytes(), pool.capacity_bytes());
     }
 
     #[test]

@@ -67,8 +67,7 @@ pub use view::{Evicted, LeaseView, NamespaceView, OperationView, SessionView};
 /// Everything that `core` is told once.
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
-    /// Bytes of each DRAM arena; at most 1 GiB each, so that no extent crosses a piece that is
-    /// registered for fixed-buffer I/O.
+    /// Bytes of each DRAM arena.
     pub arena_bytes: Vec<u64>,
     /// SSD devices in configuration order, empty for DRAM only.
     pub devices: Vec<DeviceLayout>,
@@ -114,10 +113,8 @@ impl CoreConfig {
     /// Defaults for a pool of `dram_bytes` without SSD: query budget half of it, speculative a
     /// quarter of that, sessions up to the query budget.
     pub fn with_dram(dram_bytes: u64) -> Self {
-        const PIECE: u64 = 1 << 30;
-        let pieces = dram_bytes.div_ceil(PIECE);
         Self {
-            arena_bytes: (0..pieces).map(|i| PIECE.min(dram_bytes - i * PIECE)).collect(),
+            arena_bytes: vec![dram_bytes],
             devices: Vec::new(),
             last_generation: 0,
             query_budget_bytes: dram_bytes / 2,
