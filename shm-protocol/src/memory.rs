@@ -467,3 +467,69 @@ impl<R: Pod> SlotWriter<R> {
 fn slot_offset<R>(start: usize, mask: u32, position: u64) -> usize {
     start + (position & u64::from(mask)) as usize * size_of::<R>()
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn heap_words_keep_the_alignment_of_mapped_ones() {
+        for bytes in [0, 1, 128, 129, 5000] {
+            let memory = SharedMemory::heap(bytes);
+            assert!(memory.bytes() >= bytes && memory.bytes().is_multiple_of(128));
+            assert_eq!(memory.address(0).addr() % 128, 0);
+        }
+    }
+
+    #[test]
+    fn values_are_copied_by_the_widest_word_that_fits() {
+        let memory = SharedMemory::heap(256);
+        memory.write(8, [1_u64, 2, 3]);
+        assert_eq!(memory.read::<[u64; 3]>(8), [1, 2, 3]);
+        assert_eq!(memory.read::<u32>(8), 1);
+        memory.write(36, [7_u32, 8, 9]);
+        assert_eq!(memory.read::<[u32; 3]>(36), [7, 8, 9]);
+        let mut values = vec![5_u64];
+        memory.read_many(8, 3, &mut values);
+        assert_eq!(values, [1, 2, 3]);
+    }
+
+    #[test]
+    fn accesses_outside_misaligned_or_forbidden_are_bugs() {
+        let memory = SharedMemory::heap(128);
+        fn panics<T>(access: impl FnOnce() -> T) -> bool {
+            catch_unwind(AssertUnwindSafe(access)).is_err()
+        }
+        assert!(!panics(|| memory.read::<u64>(120)));
+        assert!(panics(|| memory.read::<u64>(121)));
+        assert!(panics(|| memory.read::<u64>(124)));
+        assert!(panics(|| memory.read::<u64>(128)));
+        assert!(panics(|| memory.read::<u64>(usize::MAX - 7)));
+        assert!(panics(|| memory.read::<[u64; 17]>(0)));
+        assert!(panics(|| memory.read_many::<u64>(0, 17, &mut Vec::new())));
+        assert!(panics(|| memory.read_many::<u64>(0, usize::MAX, &mut Vec::new())));
+        assert!(panics(|| memory.slot_reader::<[u64; 8]>(0, 4)));
+        assert!(panics(|| memory.slot_reader::<u64>(0, 3)));
+        assert!(panics(|| memory.slot_reader::<u64>(0, 0)));
+        assert!(panics(|| memory.word_reader::<u64>(128)));
+        let read_only = memory.read_only();
+        assert!(panics(|| read_only.write(0, 1_u64)));
+        assert!(panics(|| read_only.store_release(0, 1_u32)));
+        assert!(panics(|| read_only.word_writer::<u64>(0)));
+        assert!(panics(|| read_only.slot_writer::<u64>(0, 4)));
+        assert_eq!(memory.read::<u64>(0), 0);
+    }
+
+    #[test]
+    fn slots_wrap_by_position() {
+        let memory = SharedMemory::heap(128);
+        let slots = memory.slot_writer::<u64>(64, 4);
+        for position in [0, 1, 2, 3, u64::MAX] {
+            slots.write(position, position);
+        }
+        assert_eq!(memory.read::<[u64; 4]>(64), [0, 1, 2, u64::MAX]);
+        assert_eq!(memory.slot_reader::<u64>(64, 4).read(7), u64::MAX);
+    }
+}
