@@ -85,7 +85,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// When `bytes` is zero or not a multiple of [`SECTION_ALIGN`].
-    pub fn map(
+    pub(crate) fn map(
         descriptor: BorrowedFd<'_>,
         bytes: usize,
         access: Access,
