@@ -205,3 +205,38 @@ fn errno_of(error: &ShmemError) -> Errno {
         _ => Errno::INVAL,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A segment larger than the whole file system of shared memory: refused before first touch,
+    /// with both numbers and the fix, and nothing is left behind.
+    #[test]
+    fn no_space_names_the_numbers_and_the_fix() {
+        let name = format!("/orbitkv-test-{}-nospace", std::process::id());
+        let needed = 1 << 42;
+        let error = create_named(&name, Path::new("/nowhere/a.sock"), needed)
+            .expect_err("no /dev/shm has 4 TiB");
+        let TelemetryError::NoSpace { needed_bytes, available_bytes, .. } = &error else {
+            panic!("{error}");
+        };
+        assert_eq!(*needed_bytes, 1 << 42);
+        assert!((1..1 << 42).contains(available_bytes), "{available_bytes}");
+        let text = error.to_string();
+        assert!(text.contains("4398046511104") && text.contains("--shm-size"), "{text}");
+        assert_eq!(open_segment(&name, false).err(), Some(Errno::NOENT));
+    }
+
+    /// The space behind a new segment is there before anything is written.
+    #[test]
+    fn the_whole_segment_is_reserved() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (named, memory, _) = create_segment(&folder.path().join("a.sock")).expect("space");
+        let stat = rustix::fs::fstat(&named.descriptor).expect("open");
+        assert_eq!(stat.st_size, TELEMETRY_BYTES as i64);
+        assert!(stat.st_blocks * 512 >= TELEMETRY_BYTES as i64, "{} blocks", stat.st_blocks);
+        assert_eq!(stat.st_mode & 0o777, 0o600);
+        assert_eq!(memory.bytes(), TELEMETRY_BYTES);
+    }
+}

@@ -107,6 +107,7 @@ fn busy_writer() -> SegmentWriter {
             engine: SsdEngine::Uring.to_word(),
             direct: 1,
             preallocated: 1,
+            registered: 0,
             health: SsdHealth::ReadOnly.to_word(),
         }],
     );
@@ -275,7 +276,7 @@ fn fill(memory: &SharedMemory, from: usize, seed: u64, style: u8) {
         let word = match style {
             0 => state,
             1 => u64::MAX,
-            _ if state % 7 == 0 => state >> (state % 61),
+            _ if state.is_multiple_of(7) => state >> (state % 61),
             _ => 0,
         };
         memory.write(offset, word);
