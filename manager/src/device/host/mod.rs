@@ -1,0 +1,326 @@
+//! The device of engines whose KV lies in host memory: two threads that copy, one a direction.
+
+mod copy;
+mod import;
+mod memory;
+mod peer;
+mod process;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use orbitkv_shm_protocol::doorbell::ControlRinger;
+use ringbuf::traits::{Consumer, Observer, Producer, Split};
+use ringbuf::{HeapCons, HeapProd, HeapRb};
+
+use super::{COMMANDS_MAX, CopyCommand, CopyEnd, Device};
+use crate::core::Direction;
+use crate::image::ImageMemory;
+
+pub use import::ImportError;
+pub use memory::{HostMemory, MemoryWay};
+pub use peer::PeerHandle;
+
+/// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
+const PARK_MAX: Duration = Duration::from_secs(1);
+/// How long a thread that ran out of work looks for more before it sleeps: about twice what a
+/// wake-up costs on a virtual machine.
+const SPIN: Duration = Duration::from_micros(50);
+/// Spins that found nothing after which a thread sleeps at once, except every
+/// [`SPIN_PROBE`]-th time.
+const SPIN_MISSES_MAX: u32 = 8;
+const SPIN_PROBE: u32 = 64;
+
+const RUN: u8 = 0;
+const DRAIN: u8 = 1;
+const ABANDON: u8 = 2;
+
+/// Copies between host memory of engines and the pool. Not `Sync`: the reactor owns it.
+///
+/// Dropping it ends both threads after the step they are in (a few MiB); commands that were not
+/// finished then are forgotten. [`Device::stop`] finishes them.
+pub struct HostDevice {
+    save: Lane,
+    restore: Lane,
+    polled_last: Direction,
+}
+
+impl HostDevice {
+    /// Starts both threads over `images`. `notify` is rung after each end that they make available.
+    ///
+    /// # Errors
+    ///
+    /// The system refused a thread.
+    pub fn start(images: Arc<dyn ImageMemory>, notify: ControlRinger) -> std::io::Result<Self> {
+        Ok(Self {
+            save: Lane::start("orbitkv-save", Arc::clone(&images), notify.clone())?,
+            restore: Lane::start("orbitkv-restore", images, notify)?,
+            polled_last: Direction::Restore,
+        })
+    }
+}
+
+impl Device for HostDevice {
+    fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand> {
+        match command.direction {
+            Direction::Save => self.save.submit(command),
+            Direction::Restore => self.restore.submit(command),
+        }
+    }
+
+    fn poll(&mut self) -> Option<CopyEnd> {
+        // The direction that was not served last goes first: neither starves the other.
+        let (first, second) = match self.polled_last {
+            Direction::Save => (&mut self.restore, &mut self.save),
+            Direction::Restore => (&mut self.save, &mut self.restore),
+        };
+        let end = first.poll().or_else(|| second.poll())?;
+        self.polled_last = end.direction;
+        Some(end)
+    }
+
+    fn outstanding(&self) -> usize {
+        self.save.outstanding + self.restore.outstanding
+    }
+
+    fn stop(&mut self) {
+        self.save.signal(DRAIN);
+        self.restore.signal(DRAIN);
+        self.save.join();
+        self.restore.join();
+    }
+}
+
+/// One direction: its thread, the queue to it and the queue back.
+struct Lane {
+    commands: HeapProd<CopyCommand>,
+    ends: HeapCons<CopyEnd>,
+    /// `RUN`, `DRAIN` or `ABANDON`; only ever raised.
+    state: Arc<AtomicU8>,
+    outstanding: usize,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Lane {
+    fn start(
+        name: &'static str,
+        images: Arc<dyn ImageMemory>,
+        notify: ControlRinger,
+    ) -> std::io::Result<Self> {
+        let (commands, taken) = HeapRb::new(COMMANDS_MAX).split();
+        // As long as the command queue, and `outstanding` counts both: an end always has room.
+        let (ended, ends) = HeapRb::new(COMMANDS_MAX).split();
+        let state = Arc::new(AtomicU8::new(RUN));
+        let worker_state = Arc::clone(&state);
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+            let queues = Queues { commands: taken, ends: ended, notify };
+            work(queues, &worker_state, images.as_ref());
+        })?;
+        Ok(Self { commands, ends, state, outstanding: 0, thread: Some(thread) })
+    }
+
+    #[expect(clippy::result_large_err, reason = "a refused command comes back whole")]
+    fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand> {
+        let Some(thread) = &self.thread else { return Err(command) };
+        if self.outstanding >= COMMANDS_MAX {
+            return Err(command);
+        }
+        self.commands.try_push(command)?;
+        self.outstanding += 1;
+        // Costs a system call only when the thread sleeps.
+        thread.thread().unpark();
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Option<CopyEnd> {
+        let end = self.ends.try_pop()?;
+        self.outstanding -= 1;
+        Some(end)
+    }
+
+    fn signal(&self, state: u8) {
+        self.state.fetch_max(state, Ordering::Release);
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take()
+            && let Err(panic) = thread.join()
+            && !thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.signal(ABANDON);
+        self.join();
+    }
+}
+
+struct Queues {
+    commands: HeapCons<CopyCommand>,
+    ends: HeapProd<CopyEnd>,
+    notify: ControlRinger,
+}
+
+impl Queues {
+    fn end(&mut self, end: CopyEnd) {
+        // Cannot be full, see `Lane::start`.
+        let pushed = self.ends.try_push(end);
+        debug_assert!(pushed.is_ok(), "no room for the end of a copy");
+        self.notify.ring();
+    }
+}
+
+/// Body of a device thread: one step of a new command, one step of an old one, and so on. So a
+/// short command ends promptly whatever long ones are under way, and none of those starves.
+fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory) {
+    // Holds at most what is outstanding, so that it never grows.
+    let mut active = VecDeque::with_capacity(COMMANDS_MAX);
+    let mut scratch = copy::Scratch::default();
+    let mut idle = Idle::new();
+    loop {
+        // Read before the queue: what was submitted before `stop` is then seen below.
+        let state_now = state.load(Ordering::Acquire);
+        if state_now == ABANDON {
+            return;
+        }
+        let new = queues.commands.try_pop().map(copy::Running::new);
+        if new.is_none() && active.is_empty() {
+            if state_now == DRAIN {
+                return;
+            }
+            idle.wait(|| !queues.commands.is_empty() || state.load(Ordering::Relaxed) != RUN);
+            continue;
+        }
+        let old = active.pop_front();
+        for mut running in [new, old].into_iter().flatten() {
+            match running.step(images, &mut scratch) {
+                copy::Step::More => active.push_back(running),
+                copy::Step::Ended(error) => queues.end(running.finish(error)),
+            }
+        }
+    }
+}
+
+/// Waits for work: spins while that has been paying off and there is a core to spare, then parks.
+struct Idle {
+    may_spin: bool,
+    misses: u32,
+    waits: u32,
+}
+
+impl Idle {
+    fn new() -> Self {
+        let cores = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self { may_spin: cores > 1, misses: 0, waits: 0 }
+    }
+
+    fn wait(&mut self, ready: impl Fn() -> bool) {
+        self.waits = self.waits.wrapping_add(1);
+        let probe = self.waits.is_multiple_of(SPIN_PROBE);
+        if self.may_spin && (self.misses < SPIN_MISSES_MAX || probe) {
+            let start = Instant::now();
+            while start.elapsed() < SPIN {
+                if ready() {
+                    self.misses = 0;
+                    return;
+                }
+                std::hint::spin_loop();
+            }
+            self.misses = self.misses.saturating_add(1);
+        }
+        // A submit since the last look at the queue left a token that makes this return at once.
+        thread::park_timeout(PARK_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, RegionSpec, SegmentSpec};
+    use orbitkv_shm_protocol::doorbell::ControlBell;
+    use rustix::fs::MemfdFlags;
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+    use super::*;
+    use crate::core::{CopyPage, Extent, Ticket};
+    use crate::device::{DeviceMemory, DeviceRegion};
+    use crate::image::HeapImages;
+
+    const PAGE: u32 = 5 << 20;
+
+    fn region(pages: u32) -> Arc<DeviceRegion> {
+        let bytes = u64::from(PAGE);
+        let memfd = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).expect("memfd");
+        rustix::fs::ftruncate(&memfd, bytes).expect("ftruncate");
+        let pidfd = Arc::new(pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd"));
+        let peer = PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd };
+        let memory = HostMemory::import(&MemorySpec::Memfd { bytes }, Some(memfd), &peer);
+        let memory = Arc::new(DeviceMemory::Host(memory.expect("import")));
+        let length = bytes / u64::from(pages);
+        let segment = SegmentSpec { memory: 0, offset: 0, stride: length, length };
+        let spec = RegionSpec { scope: 0, pages, segments: vec![segment] };
+        let region = DeviceRegion::new(&spec, length, |_| Some(Arc::clone(&memory)));
+        Arc::new(region.expect("region"))
+    }
+
+    fn command(number: u64, region: &Arc<DeviceRegion>, pages: u32) -> CopyCommand {
+        let image_bytes = region.layout().image_bytes();
+        let extent = Extent { arena: 0, offset: 0, bytes: image_bytes };
+        CopyCommand {
+            ticket: Ticket(number),
+            direction: Direction::Restore,
+            region: Arc::clone(region),
+            pages: vec![CopyPage { device_page: 0, extent }; pages as usize],
+            image_bytes,
+            fence: None,
+            done: None,
+            checksums: vec![],
+        }
+    }
+
+    /// Goal: no convoy. Method: the whole queue is known beforehand and one thread works it off.
+    #[test]
+    fn short_commands_end_before_long_ones_that_came_first() {
+        let images = HeapImages::new(PAGE as usize);
+        let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
+        let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
+        let bell = ControlBell::new();
+        let (long, short) = (region(1), region(1280));
+        for number in [0, 1] {
+            assert!(commands.try_push(command(number, &long, 20)).is_ok());
+        }
+        for number in 2..12 {
+            assert!(commands.try_push(command(number, &short, 1)).is_ok());
+        }
+        let queues = Queues { commands: taken, ends: ended, notify: bell.ringer() };
+        work(queues, &AtomicU8::new(DRAIN), &images);
+        let order: Vec<u64> = std::iter::from_fn(|| ends.try_pop())
+            .inspect(|end| assert!(end.error.is_none()))
+            .map(|end| end.ticket.0)
+            .collect();
+        assert_eq!(order, [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 1]);
+    }
+
+    #[test]
+    fn abandoned_work_reports_nothing() {
+        let images = HeapImages::new(PAGE as usize);
+        let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
+        let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
+        let region = region(1);
+        assert!(commands.try_push(command(0, &region, 1)).is_ok());
+        let queues = Queues { commands: taken, ends: ended, notify: ControlBell::new().ringer() };
+        work(queues, &AtomicU8::new(ABANDON), &images);
+        assert!(ends.try_pop().is_none());
+        drop(commands);
+        assert_eq!(Arc::strong_count(&region), 1, "an abandoned command was kept");
+    }
+}
