@@ -51,7 +51,7 @@ pub use latency::{
 pub use metric::{
     FAMILIES, Family, LabelSet, METRIC_WORDS, Metric, MetricKind, Unit, families, series_at,
 };
-pub use name::{open_segment, owner_lives, resolved_socket, segment_name};
+pub use name::{map_segment, open_segment, owner_lives, resolved_socket, segment_name};
 pub use row::{
     DeviceRow, LeaseRow, NamespaceRow, OperationRow, SessionRow, printable, text_bytes, text_words,
 };

@@ -2,12 +2,12 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::peer::lock_path;
-use orbitkv_shm_protocol::memory::{Access, ForkGuard, SharedMemory};
+use orbitkv_shm_protocol::memory::{Access, SharedMemory};
 use orbitkv_shm_protocol::telemetry::{
-    SegmentReader, TELEMETRY_BYTES, open_segment, owner_lives, resolved_socket, segment_name,
+    SegmentReader, TELEMETRY_BYTES, map_segment, open_segment, owner_lives, resolved_socket,
+    segment_name,
 };
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -120,15 +120,14 @@ fn create_named(
             Err(error) => return Err(system("create", errno_of(&error))),
         }
     };
+    let (descriptor, _) = open_segment(name, true).map_err(|errno| system("open", errno))?;
     // The library's mapping is given up untouched: it has no space reserved behind it and ties the
     // writer to one thread. From here on the name is ours to remove.
     created.set_owner(false);
-    let (descriptor, _) = open_segment(name, true).map_err(|errno| system("open", errno))?;
     let named = NamedSegment { name: name.to_owned(), descriptor };
     drop(created);
     reserve(&named, bytes)?;
-    let fork = Arc::new(ForkGuard::new().map_err(|errno| system("map", errno))?);
-    let memory = SharedMemory::map(named.descriptor.as_fd(), bytes, Access::ReadWrite, &fork)
+    let memory = map_segment(named.descriptor.as_fd(), Access::ReadWrite)
         .map_err(|errno| system("map", errno))?;
     Ok((named, memory))
 }
@@ -190,9 +189,7 @@ fn socket_of(descriptor: &OwnedFd, size: i64) -> Option<PathBuf> {
     if size < TELEMETRY_BYTES as i64 {
         return None;
     }
-    let fork = Arc::new(ForkGuard::new().ok()?);
-    let memory =
-        SharedMemory::map(descriptor.as_fd(), TELEMETRY_BYTES, Access::Read, &fork).ok()?;
+    let memory = map_segment(descriptor.as_fd(), Access::Read).ok()?;
     Some(SegmentReader::new(memory).ok()?.identity().socket)
 }
 

@@ -9,6 +9,7 @@ use serde_json::Value as Json;
 
 use super::*;
 use crate::ids::{EngineId, Epoch, OperationId};
+use crate::memory::SharedMemory;
 use crate::record::RequestKind;
 use crate::telemetry::{
     CONFIG, DEVICES, DeviceRow, HISTOGRAM_WORDS, HTTP_WORDS, Identity, Latency, LeaseRow,
@@ -414,9 +415,7 @@ fn a_segment_of_another_socket_is_not_shown() {
     let _lock = place.lock();
     place.put(&vec![0; TELEMETRY_BYTES]);
     let (descriptor, _) = open_segment(&place.name(), true).expect("put above");
-    let fork = Arc::new(ForkGuard::new().expect("one page"));
-    let memory = SharedMemory::map(descriptor.as_fd(), TELEMETRY_BYTES, Access::ReadWrite, &fork)
-        .expect("mapped");
+    let memory = map_segment(descriptor.as_fd(), Access::ReadWrite).expect("mapped");
     drop(SegmentWriter::new(memory.clone(), &identity(Path::new("/run/other.sock"))));
     let error = read(&place.socket).expect_err("another socket's");
     assert!(
