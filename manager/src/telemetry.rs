@@ -25,9 +25,10 @@ use std::time::Duration;
 use orbitkv_shm_protocol::ids::Epoch;
 use orbitkv_shm_protocol::inspect::{LifeState, Snapshot, now_ns};
 use orbitkv_shm_protocol::telemetry::{
-    CONFIG, CONFIG_WORDS, DEVICES, DeviceRow, HTTP_WORDS, Identity, LeaseRow, ManagerState, Metric,
-    NAMESPACES, NUMBERS, OperationRow, PAGE_MODE_WORDS, SESSION_ROWS, SegmentReader, SegmentWriter,
-    SessionRow, TEXTS, leases_group, operations_group, session_group, text_words,
+    CONFIG, CONFIG_WORDS, DEVICE_ROWS, DEVICES, DeviceRow, HTTP_WORDS, Identity, LeaseRow,
+    ManagerState, Metric, NAMESPACES, NUMBERS, OperationRow, PAGE_MODE_WORDS, SESSION_ROWS,
+    SegmentReader, SegmentWriter, SessionRow, TEXTS, leases_group, operations_group, session_group,
+    text_words,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -73,6 +74,7 @@ pub struct Telemetry {
     cpu_read_ns: u64,
     devices: Vec<DeviceRow>,
     sessions: Vec<Option<SessionTables>>,
+    scratch: Scratch,
     _named: NamedSegment,
 }
 
@@ -85,6 +87,14 @@ pub struct SessionSlot(usize);
 #[derive(Debug)]
 struct SessionTables {
     row: Option<SessionRow>,
+    operations: Vec<OperationRow>,
+    leases: Vec<LeaseRow>,
+}
+
+/// Rows in the making, kept so that a turn allocates nothing once they have grown.
+#[derive(Default, Debug)]
+struct Scratch {
+    devices: Vec<DeviceRow>,
     operations: Vec<OperationRow>,
     leases: Vec<LeaseRow>,
 }
@@ -118,6 +128,7 @@ impl Telemetry {
             cpu_read_ns: 0,
             devices: Vec::new(),
             sessions: (0..SESSION_ROWS).map(|_| None).collect(),
+            scratch: Scratch::default(),
             _named: named,
         };
         telemetry.set_state(ManagerState::Starting);
@@ -161,13 +172,14 @@ impl Telemetry {
         self.writer.update(CONFIG, |stores| stores.store_all(0, &words));
     }
 
-    /// Shows the SSD devices, in configuration order; the first
-    /// [`orbitkv_shm_protocol::telemetry::DEVICE_ROWS`] of them.
+    /// Shows the SSD devices, in configuration order; the first [`DEVICE_ROWS`] of them.
     pub fn set_devices<'a>(&mut self, devices: impl IntoIterator<Item = DeviceMirror<'a>>) {
-        let rows: Vec<DeviceRow> = devices.into_iter().map(DeviceRow::from).collect();
-        if rows != self.devices {
-            self.writer.update_table(DEVICES, &rows);
-            self.devices = rows;
+        let scratch = &mut self.scratch.devices;
+        scratch.clear();
+        scratch.extend(devices.into_iter().take(DEVICE_ROWS).map(DeviceRow::from));
+        if *scratch != self.devices {
+            self.writer.update_table(DEVICES, scratch);
+            std::mem::swap(scratch, &mut self.devices);
         }
     }
 
@@ -209,10 +221,11 @@ impl Telemetry {
         operations: impl IntoIterator<Item = OperationMirror>,
     ) {
         let Some(tables) = &mut self.sessions[slot.0] else { return };
-        let rows = mirror::oldest_operations(operations);
-        if rows != tables.operations {
-            self.writer.update_table(operations_group(slot.0), &rows);
-            tables.operations = rows;
+        let scratch = &mut self.scratch.operations;
+        mirror::oldest_operations(scratch, operations);
+        if *scratch != tables.operations {
+            self.writer.update_table(operations_group(slot.0), scratch);
+            std::mem::swap(scratch, &mut tables.operations);
         }
     }
 
@@ -224,10 +237,11 @@ impl Telemetry {
         leases: impl IntoIterator<Item = LeaseMirror>,
     ) {
         let Some(tables) = &mut self.sessions[slot.0] else { return };
-        let rows = mirror::largest_leases(leases);
-        if rows != tables.leases {
-            self.writer.update_table(leases_group(slot.0), &rows);
-            tables.leases = rows;
+        let scratch = &mut self.scratch.leases;
+        mirror::largest_leases(scratch, leases);
+        if *scratch != tables.leases {
+            self.writer.update_table(leases_group(slot.0), scratch);
+            std::mem::swap(scratch, &mut tables.leases);
         }
     }
 

@@ -13,7 +13,6 @@ mod view;
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -26,10 +25,10 @@ pub use view::{
 };
 
 use crate::bootstrap::peer::lock_path;
-use crate::memory::{Access, ForkGuard, SharedMemory};
+use crate::memory::Access;
 use crate::telemetry::{
-    SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, open_segment, owner_lives,
-    resolved_socket, segment_name,
+    SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, map_segment, open_segment,
+    owner_lives, resolved_socket, segment_name,
 };
 
 /// A Manager that holds its lock but has not beaten for longer than this is unresponsive. An idle
@@ -168,9 +167,8 @@ fn open_checked(name: &str, uid: u32) -> Result<SegmentReader, Absent> {
             SegmentFault::TooShort { bytes, needed }
         }));
     }
-    let fork = Arc::new(ForkGuard::new().map_err(|e| system("map", e))?);
-    let memory = SharedMemory::map(descriptor.as_fd(), TELEMETRY_BYTES, Access::Read, &fork)
-        .map_err(|errno| system("map", errno))?;
+    let memory =
+        map_segment(descriptor.as_fd(), Access::Read).map_err(|errno| system("map", errno))?;
     SegmentReader::new(memory).map_err(unreadable)
 }
 

@@ -51,7 +51,7 @@ pub use latency::{
 pub use metric::{
     FAMILIES, Family, LabelSet, METRIC_WORDS, Metric, MetricKind, Unit, families, series_at,
 };
-pub use name::{open_segment, owner_lives, resolved_socket, segment_name};
+pub use name::{map_segment, open_segment, owner_lives, resolved_socket, segment_name};
 pub use row::{
     DeviceRow, LeaseRow, NamespaceRow, OperationRow, SessionRow, printable, text_bytes, text_words,
 };
@@ -135,7 +135,7 @@ pub const TELEMETRY_BYTES: usize =
     (SESSION_FIRST.offset + SESSION_ROWS * SESSION_STRIDE).next_multiple_of(4096);
 
 const _: () = {
-    assert!(size_of::<DeviceRow>() == 328 && size_of::<SessionRow>() == 120);
+    assert!(size_of::<DeviceRow>() == 336 && size_of::<SessionRow>() == 120);
     assert!(size_of::<OperationRow>() == 32 && size_of::<LeaseRow>() == 48);
     assert!(size_of::<NamespaceRow>() == 160);
     assert!(TELEMETRY_BYTES < 1 << 20);

@@ -143,6 +143,8 @@ pub struct DeviceMirror<'a> {
     pub direct: bool,
     /// Whether its space was reserved.
     pub preallocated: bool,
+    /// Whether the DRAM arenas are registered with its rings (memlock allowed it).
+    pub registered: bool,
     /// What it still does.
     pub health: SsdHealth,
 }
@@ -159,6 +161,7 @@ impl From<DeviceMirror<'_>> for DeviceRow {
             engine: device.engine.to_word(),
             direct: device.direct.into(),
             preallocated: device.preallocated.into(),
+            registered: device.registered.into(),
             health: device.health.to_word(),
         }
     }
@@ -232,26 +235,33 @@ pub(super) fn namespace_rows<'a>(
     all.into_iter().map(NamespaceRow::from).collect()
 }
 
-/// The oldest operations, oldest first.
+/// Fills `rows` with the oldest operations, oldest first.
 pub(super) fn oldest_operations(
+    rows: &mut Vec<OperationRow>,
     operations: impl IntoIterator<Item = OperationMirror>,
-) -> Vec<OperationRow> {
-    first_by_key(operations, OPERATION_ROWS, |operation| operation.taken_ns)
+) {
+    let operations = operations.into_iter().map(OperationRow::from);
+    first_by_key(rows, operations, OPERATION_ROWS, |operation| operation.taken_ns);
 }
 
-/// The largest leases, largest first.
-pub(super) fn largest_leases(leases: impl IntoIterator<Item = LeaseMirror>) -> Vec<LeaseRow> {
-    first_by_key(leases, LEASE_ROWS, |lease| std::cmp::Reverse(lease.bytes))
+/// Fills `rows` with the largest leases, largest first.
+pub(super) fn largest_leases(
+    rows: &mut Vec<LeaseRow>,
+    leases: impl IntoIterator<Item = LeaseMirror>,
+) {
+    let leases = leases.into_iter().map(LeaseRow::from);
+    first_by_key(rows, leases, LEASE_ROWS, |lease| std::cmp::Reverse(lease.bytes));
 }
 
-/// The first `count` items in the order of `key`, equal ones in the order given: insertion into a
-/// short list, one comparison for an item that does not make it.
-fn first_by_key<T: Copy, R: From<T>, K: Ord>(
-    items: impl IntoIterator<Item = T>,
+/// Fills `first` with the first `count` items in the order of `key`, equal ones in the order given:
+/// insertion into a short list, one comparison for an item that does not make it.
+fn first_by_key<T, K: Ord>(
+    first: &mut Vec<T>,
+    items: impl Iterator<Item = T>,
     count: usize,
     key: impl Fn(&T) -> K,
-) -> Vec<R> {
-    let mut first: Vec<T> = Vec::with_capacity(count);
+) {
+    first.clear();
     for item in items {
         if first.len() == count {
             if first.last().is_some_and(|last| key(&item) >= key(last)) {
@@ -262,7 +272,6 @@ fn first_by_key<T: Copy, R: From<T>, K: Ord>(
         let at = first.partition_point(|kept| key(kept) <= key(&item));
         first.insert(at, item);
     }
-    first.into_iter().map(R::from).collect()
 }
 
 fn engine_words(engine: EngineId) -> [u64; 2] {
@@ -293,7 +302,9 @@ mod tests {
             sorted.sort_by_key(|operation| operation.taken_ns);
             sorted.truncate(OPERATION_ROWS);
             let sorted: Vec<OperationRow> = sorted.into_iter().map(OperationRow::from).collect();
-            prop_assert_eq!(oldest_operations(operations), sorted);
+            let mut oldest = Vec::new();
+            oldest_operations(&mut oldest, operations);
+            prop_assert_eq!(oldest, sorted);
         }
 
         /// However many namespaces there are, the rows fit and sum to the whole.

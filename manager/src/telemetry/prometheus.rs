@@ -25,7 +25,7 @@ pub struct DeviceFamily {
 }
 
 /// The table of these metrics; all are gauges.
-pub const DEVICE_FAMILIES: [DeviceFamily; 6] = [
+pub const DEVICE_FAMILIES: [DeviceFamily; 8] = [
     DeviceFamily {
         name: "orbitkv_ssd_device_capacity_bytes",
         help: "Bytes that slots of the device may take.",
@@ -45,6 +45,16 @@ pub const DEVICE_FAMILIES: [DeviceFamily; 6] = [
         name: "orbitkv_ssd_device_writing_pages",
         help: "Page writes queued or in the kernel.",
         value: |device| device.writing,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_direct",
+        help: "1 when the device bypasses the page cache.",
+        value: |device| device.direct.into(),
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_registered",
+        help: "1 when the DRAM arenas are registered with its rings.",
+        value: |device| device.registered.into(),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_readable",

@@ -2,12 +2,12 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::peer::lock_path;
-use orbitkv_shm_protocol::memory::{Access, ForkGuard, SharedMemory};
+use orbitkv_shm_protocol::memory::{Access, SharedMemory};
 use orbitkv_shm_protocol::telemetry::{
-    SegmentReader, TELEMETRY_BYTES, open_segment, owner_lives, resolved_socket, segment_name,
+    SegmentReader, TELEMETRY_BYTES, map_segment, open_segment, owner_lives, resolved_socket,
+    segment_name,
 };
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -120,15 +120,14 @@ fn create_named(
             Err(error) => return Err(system("create", errno_of(&error))),
         }
     };
+    let (descriptor, _) = open_segment(name, true).map_err(|errno| system("open", errno))?;
     // The library's mapping is given up untouched: it has no space reserved behind it and ties the
     // writer to one thread. From here on the name is ours to remove.
     created.set_owner(false);
-    let (descriptor, _) = open_segment(name, true).map_err(|errno| system("open", errno))?;
     let named = NamedSegment { name: name.to_owned(), descriptor };
     drop(created);
     reserve(&named, bytes)?;
-    let fork = Arc::new(ForkGuard::new().map_err(|errno| system("map", errno))?);
-    let memory = SharedMemory::map(named.descriptor.as_fd(), bytes, Access::ReadWrite, &fork)
+    let memory = map_segment(named.descriptor.as_fd(), Access::ReadWrite)
         .map_err(|errno| system("map", errno))?;
     Ok((named, memory))
 }
@@ -190,9 +189,7 @@ fn socket_of(descriptor: &OwnedFd, size: i64) -> Option<PathBuf> {
     if size < TELEMETRY_BYTES as i64 {
         return None;
     }
-    let fork = Arc::new(ForkGuard::new().ok()?);
-    let memory =
-        SharedMemory::map(descriptor.as_fd(), TELEMETRY_BYTES, Access::Read, &fork).ok()?;
+    let memory = map_segment(descriptor.as_fd(), Access::Read).ok()?;
     Some(SegmentReader::new(memory).ok()?.identity().socket)
 }
 
@@ -203,5 +200,40 @@ fn errno_of(error: &ShmemError) -> Errno {
         | ShmemError::UnknownOsError(errno) => Errno::from_raw_os_error(errno.cast_signed()),
         ShmemError::MappingIdExists => Errno::EXIST,
         _ => Errno::INVAL,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A segment larger than the whole file system of shared memory: refused before first touch,
+    /// with both numbers and the fix, and nothing is left behind.
+    #[test]
+    fn no_space_names_the_numbers_and_the_fix() {
+        let name = format!("/orbitkv-test-{}-nospace", std::process::id());
+        let needed = 1 << 42;
+        let error = create_named(&name, Path::new("/nowhere/a.sock"), needed)
+            .expect_err("no /dev/shm has 4 TiB");
+        let TelemetryError::NoSpace { needed_bytes, available_bytes, .. } = &error else {
+            panic!("{error}");
+        };
+        assert_eq!(*needed_bytes, 1 << 42);
+        assert!((1..1 << 42).contains(available_bytes), "{available_bytes}");
+        let text = error.to_string();
+        assert!(text.contains("4398046511104") && text.contains("--shm-size"), "{text}");
+        assert_eq!(open_segment(&name, false).err(), Some(Errno::NOENT));
+    }
+
+    /// The space behind a new segment is there before anything is written.
+    #[test]
+    fn the_whole_segment_is_reserved() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (named, memory, _) = create_segment(&folder.path().join("a.sock")).expect("space");
+        let stat = rustix::fs::fstat(&named.descriptor).expect("open");
+        assert_eq!(stat.st_size, TELEMETRY_BYTES as i64);
+        assert!(stat.st_blocks * 512 >= TELEMETRY_BYTES as i64, "{} blocks", stat.st_blocks);
+        assert_eq!(stat.st_mode & 0o777, 0o600);
+        assert_eq!(memory.bytes(), TELEMETRY_BYTES);
     }
 }

@@ -9,6 +9,7 @@ use serde_json::Value as Json;
 
 use super::*;
 use crate::ids::{EngineId, Epoch, OperationId};
+use crate::memory::SharedMemory;
 use crate::record::RequestKind;
 use crate::telemetry::{
     CONFIG, DEVICES, DeviceRow, HISTOGRAM_WORDS, HTTP_WORDS, Identity, Latency, LeaseRow,
@@ -107,6 +108,7 @@ fn busy_writer() -> SegmentWriter {
             engine: SsdEngine::Uring.to_word(),
             direct: 1,
             preallocated: 1,
+            registered: 0,
             health: SsdHealth::ReadOnly.to_word(),
         }],
     );
@@ -275,7 +277,7 @@ fn fill(memory: &SharedMemory, from: usize, seed: u64, style: u8) {
         let word = match style {
             0 => state,
             1 => u64::MAX,
-            _ if state % 7 == 0 => state >> (state % 61),
+            _ if state.is_multiple_of(7) => state >> (state % 61),
             _ => 0,
         };
         memory.write(offset, word);
@@ -413,9 +415,7 @@ fn a_segment_of_another_socket_is_not_shown() {
     let _lock = place.lock();
     place.put(&vec![0; TELEMETRY_BYTES]);
     let (descriptor, _) = open_segment(&place.name(), true).expect("put above");
-    let fork = Arc::new(ForkGuard::new().expect("one page"));
-    let memory = SharedMemory::map(descriptor.as_fd(), TELEMETRY_BYTES, Access::ReadWrite, &fork)
-        .expect("mapped");
+    let memory = map_segment(descriptor.as_fd(), Access::ReadWrite).expect("mapped");
     drop(SegmentWriter::new(memory.clone(), &identity(Path::new("/run/other.sock"))));
     let error = read(&place.socket).expect_err("another socket's");
     assert!(

@@ -100,6 +100,8 @@ pub struct DeviceView {
     pub direct: bool,
     /// Whether its space is reserved.
     pub preallocated: bool,
+    /// Whether the DRAM arenas are registered with its rings.
+    pub registered: bool,
     /// `healthy`, `read_only` or `off`.
     pub health: &'static str,
 }
@@ -259,6 +261,7 @@ impl DeviceView {
             engine: SsdEngine::from_word(row.engine).map_or(UNKNOWN, SsdEngine::label),
             direct: row.direct != 0,
             preallocated: row.preallocated != 0,
+            registered: row.registered != 0,
             health: SsdHealth::from_word(row.health).map_or(UNKNOWN, SsdHealth::label),
         }
     }

@@ -1,14 +1,17 @@
-//! How a reader finds the segment of a socket, and whether its owner lives.
+//! How the segment of a socket is found, opened and mapped, and whether its owner lives.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use rustix::shm;
 
+use super::TELEMETRY_BYTES;
 use crate::layout::fnv1a;
+use crate::memory::{Access, ForkGuard, SharedMemory};
 
 /// The path under which a socket is known: absolute, its folder resolved. The socket itself need
 /// not exist.
@@ -49,6 +52,18 @@ pub fn open_segment(name: &str, writable: bool) -> Result<(OwnedFd, Stat), Errno
         return Err(Errno::INVAL);
     }
     Ok((descriptor, stat))
+}
+
+/// Maps an open segment of at least [`TELEMETRY_BYTES`], shared with whoever else has it.
+///
+/// It cannot be sealed, being no memfd: whoever owns it could shrink it, and a later access would
+/// end in SIGBUS. Managers never do.
+///
+/// # Errors
+/// What `mmap` or `madvise` said.
+pub fn map_segment(descriptor: BorrowedFd<'_>, access: Access) -> Result<SharedMemory, Errno> {
+    let fork = Arc::new(ForkGuard::new()?);
+    SharedMemory::map(descriptor, TELEMETRY_BYTES, access, &fork)
 }
 
 /// Whether some process holds the lock file (see [`crate::bootstrap::peer::lock_path`]): probed with a shared lock that is given back at once,

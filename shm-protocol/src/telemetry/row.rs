@@ -24,6 +24,8 @@ pub struct DeviceRow {
     pub direct: u64,
     /// 1 when its space was reserved.
     pub preallocated: u64,
+    /// 1 when the DRAM arenas are registered with its rings.
+    pub registered: u64,
     /// [`SsdHealth`] as a word.
     pub health: u64,
 }
