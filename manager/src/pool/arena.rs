@@ -37,7 +37,8 @@ pub struct DramPool {
 }
 
 impl DramPool {
-    /// Maps and pre-faults the whole pool. Takes about a second for 10 GiB a thread.
+    /// Maps and pre-faults the whole pool. Takes as long as the kernel needs to zero it; on a
+    /// virtual machine whose host has not backed the memory yet, seconds a GiB.
     ///
     /// # Errors
     ///

@@ -344,7 +344,7 @@ pub(crate) fn both_directions_run_at_once<R: Rig>(rig: &R) {
     }
 }
 
-/// The done word appears after the last byte, and never for a command that failed.
+/// The done word appears after the last byte, and never for a command that was refused.
 pub(crate) fn done_word_follows_the_last_byte_and_only_success<R: Rig>(rig: &R) {
     let (words, reader) = done_words();
     let mut bench = Bench::new(|images, notify| rig.start(images, notify));
@@ -375,6 +375,27 @@ pub(crate) fn done_word_follows_the_last_byte_and_only_success<R: Rig>(rig: &R) 
         assert_eq!(bench.end().error, None);
         assert_eq!(reader.load(operation_index, 0), 0, "a word that no command named");
     }
+    // Copies of several milliseconds, looked at where they end as soon as the word is there.
+    let large = Case::large(rig);
+    let (last_page, large_bytes) = (large.spec.pages - 1, large.image_bytes() as usize);
+    let all: Vec<u32> = (0..large.spec.pages).collect();
+    let pages = bench.pages(&large.region, &all, false);
+    let segment = large.spec.segments[0];
+    let tail = segment.offset + u64::from(last_page) * segment.stride + segment.length - 64;
+    for operation_index in 42..50 {
+        let image = pattern(u64::from(operation_index), large_bytes);
+        bench.fill(pages[last_page as usize].extent, &image);
+        let mut command = bench.command(Direction::Restore, &large.region, pages.clone());
+        command.done = Some(done(operation_index));
+        bench.submit(command);
+        let start = Instant::now();
+        while reader.load(operation_index, 1) != 2 * operation_index + 2 {
+            assert!(start.elapsed() < HANG, "no done word");
+            std::hint::spin_loop();
+        }
+        assert_eq!(large.memories[0].read(tail, 64), image[large_bytes - 64..]);
+        assert_eq!(bench.end().error, None);
+    }
     // The last page of the command is outside the region.
     let mut pages = bench.pages(&case.region, &[0, case.spec.pages], false);
     let image = case.gather(0);
@@ -392,7 +413,7 @@ pub(crate) fn done_word_follows_the_last_byte_and_only_success<R: Rig>(rig: &R) 
     case.check_engine();
 }
 
-fn done_words() -> (DoneWords, DoneWordsReader) {
+pub(crate) fn done_words() -> (DoneWords, DoneWordsReader) {
     let geometry = Geometry { ring_capacity: 64, page_entries: 1024, done_words: 2 };
     let (session, epoch) = (SessionId(1), Epoch(1));
     let (manager, descriptors) = segment::create(geometry, session, epoch).expect("segments");

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use orbitkv_manager::core::{CopyFault, Direction};
 use orbitkv_manager::device::{
-    CopyError, Device, DeviceMemory, DeviceRegion, HostDevice, HostMemory, ImportError, MemoryWay,
-    PeerHandle,
+    CopyError, Device, DeviceMemory, DeviceRegion, DoneWord, HostDevice, HostMemory, ImportError,
+    MemoryWay, PeerHandle,
 };
 use orbitkv_manager::image::ImageMemory;
 use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, Refusal, RegionSpec, SegmentSpec};
@@ -20,7 +20,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use crate::child::{ChildMemory, Engine};
-use crate::conformance::{Bench, EngineMemory, Rig, conformance, pattern};
+use crate::conformance::{Bench, EngineMemory, Rig, conformance, done_words, pattern};
 
 fn start(images: Arc<dyn ImageMemory>, notify: ControlRinger) -> HostDevice {
     HostDevice::start(images, notify).expect("threads")
@@ -294,6 +294,34 @@ fn holes_in_a_sealed_memfd_read_as_zeros() {
         let hole = number == 1 || number == 2;
         assert!(if hole { image.iter().all(|&byte| byte == 0) } else { image == page(number) });
     }
+}
+
+/// Goal: the word of a restore that fails half-way stays as it was. Method: K lies in a good memfd,
+/// V in one that was cut, so that every page gets its K before its V fails.
+#[test]
+fn a_restore_that_fails_half_way_leaves_its_done_word_alone() {
+    let (keys, values) = (memfd(4 * PAGE), memfd(4 * PAGE));
+    let memories = [&keys, &values]
+        .map(|memfd| Arc::new(DeviceMemory::Host(import_memfd(memfd, 4 * PAGE).expect("import"))));
+    let segment = |memory| SegmentSpec { memory, offset: 0, stride: PAGE, length: PAGE };
+    let spec = RegionSpec { scope: 0, pages: 4, segments: vec![segment(0), segment(1)] };
+    let region =
+        DeviceRegion::new(&spec, 2 * PAGE, |memory| memories.get(memory as usize).map(Arc::clone));
+    let region = Arc::new(region.expect("region"));
+    rustix::fs::ftruncate(&values, PAGE).expect("ftruncate");
+    let (words, reader) = done_words();
+    let mut bench = Bench::new(start);
+    let pages = bench.pages(&region, &[2], false);
+    let image = pattern(4, 2 * PAGE as usize);
+    bench.fill(pages[0].extent, &image);
+    let mut command = bench.command(Direction::Restore, &region, pages);
+    command.done = Some(DoneWord { words, operation_index: 3, word_index: 0, value: 6 });
+    let end = bench.run(command);
+    assert_eq!((end.fault(), end.pages_done), (Some(CopyFault::Peer), 0));
+    assert_eq!(reader.load(3, 0), 0);
+    let mut half = vec![0; PAGE as usize];
+    std::fs::File::from(keys).read_exact_at(&mut half, 2 * PAGE).expect("read");
+    assert!(half == image[..PAGE as usize], "the copy did not even begin");
 }
 
 /// A child with 16 pages, imported.

@@ -75,7 +75,9 @@ impl Running {
             return Step::Ended(error);
         }
         if self.position < self.bytes() {
-            return Step::More;
+            // `check` excludes a step without bytes; one would repeat for ever.
+            let stuck = CopyError::BadCommand { page: self.pages_done() as u32 };
+            return if bytes > 0 { Step::More } else { Step::Ended(Some(stuck)) };
         }
         if let Some(done) = &self.command.done {
             done.words.store(done.operation_index, done.word_index, done.value);

@@ -133,8 +133,9 @@ struct Seen {
     pid: i32,
     ours: u32,
     theirs: Option<u32>,
-    /// Owner of `/proc/PID`: root for an undumpable process.
-    folder_owner: Option<u32>,
+    /// Owner of `/proc/PID/environ`: root for an undumpable process (the folder itself keeps the
+    /// process's uid).
+    file_owner: Option<u32>,
     other_user_namespace: bool,
     yama_scope: u32,
 }
@@ -152,7 +153,7 @@ pub(super) fn refused_cause(pid: i32, errno: Errno) -> ImportError {
         theirs: std::fs::read_to_string(format!("/proc/{pid}/status"))
             .ok()
             .and_then(|status| real_uid(&status)),
-        folder_owner: std::fs::metadata(format!("/proc/{pid}")).ok().map(|folder| folder.uid()),
+        file_owner: std::fs::metadata(format!("/proc/{pid}/environ")).ok().map(|file| file.uid()),
         other_user_namespace: theirs_namespace.is_some() && theirs_namespace != namespace("self"),
         yama_scope: std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope")
             .ok()
@@ -178,7 +179,7 @@ fn cause(seen: Seen) -> ImportError {
     }
     if seen.other_user_namespace {
         ImportError::UserNamespace { pid }
-    } else if seen.folder_owner != seen.theirs {
+    } else if seen.file_owner != seen.theirs {
         ImportError::NotDumpable { pid }
     } else if seen.yama_scope > 0 {
         ImportError::Yama { pid, scope: seen.yama_scope }
@@ -198,14 +199,14 @@ mod tests {
             pid,
             ours: 1000,
             theirs: Some(1000),
-            folder_owner: Some(1000),
+            file_owner: Some(1000),
             other_user_namespace: false,
             yama_scope: 0,
         };
         assert_eq!(cause(seen), ImportError::Forbidden { pid, errno: Errno::PERM });
         assert_eq!(cause(Seen { yama_scope: 1, ..seen }), ImportError::Yama { pid, scope: 1 });
         assert_eq!(
-            cause(Seen { folder_owner: Some(0), yama_scope: 1, ..seen }),
+            cause(Seen { file_owner: Some(0), yama_scope: 1, ..seen }),
             ImportError::NotDumpable { pid }
         );
         assert_eq!(
@@ -213,7 +214,7 @@ mod tests {
             ImportError::UserNamespace { pid }
         );
         assert_eq!(
-            cause(Seen { theirs: Some(5), folder_owner: Some(5), yama_scope: 1, ..seen }),
+            cause(Seen { theirs: Some(5), file_owner: Some(5), yama_scope: 1, ..seen }),
             ImportError::OtherUser { pid, theirs: 5, ours: 1000 }
         );
         assert_eq!(cause(Seen { theirs: None, ..seen }), ImportError::Exited { pid });
