@@ -84,6 +84,7 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
     }
     start_logging();
     tracing::info!("configuration: {}", config.summary());
+    warn_of_closed_doors(&config);
     raise_descriptor_limit();
     let mut opened = open(&config)?;
     stop_on_signals(opened.parts.endpoint.stopper())?;
@@ -125,6 +126,17 @@ fn available_bytes(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
+}
+
+/// A user on the list still has to get past the mode of the socket file.
+fn warn_of_closed_doors(config: &Config) {
+    let owner = rustix::process::geteuid().as_raw();
+    let shut_out = config.socket.allow_uids.iter().find(|uid| **uid != 0 && **uid != owner);
+    if let Some(uid) = shut_out
+        && config.socket.allow_gids.is_empty()
+    {
+        tracing::warn!(uid, "--allow-uid: the socket has mode 0600; add --allow-gid for its group");
+    }
 }
 
 /// Makes everything that the service is made of, the slow parts after the ones that fail fast.

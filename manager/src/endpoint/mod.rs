@@ -395,7 +395,7 @@ impl<R: Send + Sync + 'static> Endpoint<R> {
     /// Hands over a reply.
     ///
     /// # Errors
-    /// Gives it back when [`REPLIES_MAX`] are waiting: try again next turn.
+    /// Gives it back when 1,024 are waiting: try again next turn.
     pub fn reply(&mut self, reply: EndpointReply<R>) -> Result<(), EndpointReply<R>> {
         self.replies.try_push(reply)?;
         self.shared.bell.ring();
