@@ -40,15 +40,12 @@ impl Control {
         Self { socket, pidfd, manager_pid, timeout, owed: 0, is_shut: false }
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
     pub(crate) fn manager_pid(&self) -> Option<Pid> {
         self.manager_pid
     }
 
-    /// Asks one question and waits for its answer.
+    /// Asks one question and waits for its answer. An answer that cannot be read ends the session:
+    /// which question the next one belongs to is no longer known.
     pub(crate) fn ask(
         &mut self,
         question: &ClientMessage,
@@ -66,7 +63,10 @@ impl Control {
                     self.owed += 1;
                     return Err(TransportError::TimedOut(self.timeout));
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.shut_down();
+                    return Err(error);
+                }
             }
         }
     }
@@ -118,10 +118,8 @@ impl Control {
 
 /// Polls; an interrupted or failed poll reports nothing, and the next one will.
 fn poll_within(descriptors: &mut [PollFd<'_>], timeout: Duration) {
-    let timeout = Timespec {
-        tv_sec: timeout.as_secs() as i64,
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
+    let timeout =
+        Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     if rustix::event::poll(descriptors, Some(&timeout)).is_err() {
         for descriptor in descriptors {
             descriptor.clear_revents();
