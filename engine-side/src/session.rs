@@ -59,6 +59,8 @@ pub(crate) struct Session {
 impl Session {
     /// A session with nothing outstanding.
     pub(crate) fn new(tag: Tag, engine: EngineId, geometry: Geometry, side: EngineSide) -> Self {
+        // The first reading looks for the vDSO, with system calls; later ones make none.
+        monotonic_ns();
         Self {
             tag,
             engine,
@@ -417,7 +419,8 @@ fn check_answer(answer: &record::Completion, issued: &Issued) -> Result<(), Prot
     }
 }
 
-/// CLOCK_MONOTONIC, the clock of the stage times; answered by the vDSO, not by a system call.
+/// CLOCK_MONOTONIC, the clock of the stage times; answered by the vDSO without a system call, except the
+/// first time.
 fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64

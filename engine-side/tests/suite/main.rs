@@ -10,5 +10,6 @@ mod hostile;
 mod model;
 mod operations;
 mod pressure;
+mod quiet;
 mod rig;
 mod twin;

@@ -231,7 +231,11 @@ impl Server {
         let geometry = Geometry { ring_capacity, page_entries, done_words };
         let (welcome, side, descriptors) = welcome(geometry, SessionId(self.sessions), self.epoch);
         let descriptors = [descriptors.submission.as_fd(), descriptors.completion.as_fd()];
-        transport::send(&socket, &welcome, &descriptors, SEND_TIMEOUT).unwrap();
+        match transport::send(&socket, &welcome, &descriptors, SEND_TIMEOUT) {
+            Ok(()) => {}
+            Err(TransportError::Closed) => return true,
+            Err(error) => panic!("welcome: {error}"),
+        }
         self.seats.push(Seat {
             socket,
             side,
