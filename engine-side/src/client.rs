@@ -15,7 +15,8 @@ use crate::error::{Gone, SubmitError};
 use crate::handles::{Lease, Operation, Tag};
 use crate::memory::Nonce;
 use crate::process::{ProcessBound, WrongProcess};
-use crate::session::{Results, Session};
+use crate::results::Results;
+use crate::session::Session;
 use crate::wait::Spin;
 
 /// What the Manager grants this session.
@@ -55,6 +56,15 @@ impl Limits {
 /// every call is refused as `WrongProcess`. Dropping it ends the session; operations that are
 /// outstanding then end in the Manager with nobody to tell, so [`drain`](Self::drain) and wait
 /// first where memory is about to be reused.
+///
+/// ```compile_fail
+/// fn share<T: Sync>() {}
+/// share::<orbitkv_engine::Client>();
+/// ```
+/// ```
+/// fn send<T: Send>() {}
+/// send::<orbitkv_engine::Client>();
+/// ```
 #[derive(Debug)]
 pub struct Client {
     pub(crate) bound: ProcessBound<Session>,

@@ -40,15 +40,12 @@ impl Control {
         Self { socket, pidfd, manager_pid, timeout, owed: 0, is_shut: false }
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
     pub(crate) fn manager_pid(&self) -> Option<Pid> {
         self.manager_pid
     }
 
-    /// Asks one question and waits for its answer.
+    /// Asks one question and waits for its answer. An answer that cannot be read ends the session:
+    /// which question the next one belongs to is no longer known.
     pub(crate) fn ask(
         &mut self,
         question: &ClientMessage,
@@ -66,7 +63,10 @@ impl Control {
                     self.owed += 1;
                     return Err(TransportError::TimedOut(self.timeout));
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.shut_down();
+                    return Err(error);
+                }
             }
         }
     }
@@ -124,5 +124,69 @@ fn poll_within(descriptors: &mut [PollFd<'_>], timeout: Duration) {
         for descriptor in descriptors {
             descriptor.clear_revents();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use orbitkv_shm_protocol::bootstrap::message::MemorySpec;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn pair() -> (Control, OwnedFd) {
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        (Control::new(ours, None, None, LONG), theirs)
+    }
+
+    fn question(bytes: u64) -> ClientMessage {
+        ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes })
+    }
+
+    fn answer(theirs: &OwnedFd, memory: u32) {
+        transport::send(theirs, &ManagerMessage::Memory { memory }, &[], LONG).unwrap();
+    }
+
+    /// Goal: an answer that comes too late is not taken for the answer to a later question.
+    /// Method: two questions without an answer, then all three answers at once.
+    #[test]
+    fn late_answers_are_dropped() {
+        let (mut control, theirs) = pair();
+        control.timeout = Duration::from_millis(1);
+        for bytes in [1, 2] {
+            let late = control.ask(&question(bytes), &[]);
+            assert!(matches!(late, Err(TransportError::TimedOut(_))), "{late:?}");
+        }
+        control.timeout = LONG;
+        for memory in 1..=4 {
+            answer(&theirs, memory);
+        }
+        let third = control.ask(&question(3), &[]).unwrap();
+        assert_eq!(third, ManagerMessage::Memory { memory: 3 });
+        let fourth = control.ask(&question(4), &[]).unwrap();
+        assert_eq!(fourth, ManagerMessage::Memory { memory: 4 });
+    }
+
+    /// Goal: a quiet socket is no death; a closed one is the end of the session, and without a
+    /// pidfd no more than that.
+    #[test]
+    fn a_hang_up_without_a_pidfd_is_a_closed_session() {
+        let (control, theirs) = pair();
+        assert_eq!(control.verdict(), None);
+        answer(&theirs, 1);
+        assert_eq!(control.verdict(), None, "an unread answer is no hang-up");
+        drop(theirs);
+        assert_eq!(control.verdict(), Some(Gone::Closed));
+        assert!(!control.has_manager_exited(Duration::ZERO));
     }
 }

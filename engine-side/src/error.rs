@@ -264,7 +264,7 @@ pub enum RegisterError {
         /// The limit, in milliseconds.
         timeout_ms: u64,
     },
-    /// An answer to another question.
+    /// An answer to another question; it ends the session.
     #[error("the Manager answered with another message than {expected}")]
     BadAnswer {
         /// Message that would have been right.
@@ -279,7 +279,7 @@ pub enum RegisterError {
     /// The kernel refused something on this side.
     #[error("cannot offer the memory: {0}")]
     Environment(Errno),
-    /// The socket failed.
+    /// The question could not be sent, or an answer not be read; the latter ends the session.
     #[error("bootstrap socket: {0}")]
     Transport(TransportError),
 }

@@ -1,5 +1,56 @@
 //! The ring client that inference engines use to talk to the OrbitKV Manager.
-#![warn(missing_docs)]
+//!
+//! An engine attaches over a socket, says once whose bytes its pages hold and where they lie, and
+//! from then on talks through shared memory only: a request is a store into a ring, an answer a
+//! load from one.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use orbitkv_engine::*;
+//!
+//! # fn example(spec: NamespaceSpec, kv: std::fs::File, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
+//! let mut client = Connect::new(socket_default_path()).connect()?;
+//!
+//! // Once: whose bytes these are, and where they lie.
+//! let scope = client.define_namespace(&spec)?;
+//! let memory = client.register_memfd(&kv, bytes)?;
+//! let segments = vec![Segment { memory, offset: 0, stride: 4096, length: 4096 }];
+//! let region = client.register_region(&RegionLayout { scope, pages: 2, segments })?;
+//!
+//! // Per request: stage as many operations as there are, then submit them together.
+//! let hash = PageHash([7; 32]);
+//! let save = client.save(&region, &[Block { hash, page: 0 }])?;
+//! client.submit()?;
+//!
+//! // An engine polls between its steps; waiting is for those with nothing else to do.
+//! while let Some(done) = client.wait(Duration::from_secs(5))? {
+//!     if done.operation == save && done.status == Status::Ok {
+//!         client.query(&scope, &[hash], QueryMode::Demand, Deadline::DEFAULT)?;
+//!     } else if let Some(lease) = done.lease {
+//!         let target = [Block { hash, page: 1 }];
+//!         client.restore(&lease, 0, &region, &target, RestoreOptions::default())?;
+//!     }
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! `examples/first_page.rs` is the same as a whole program.
+//!
+//! # What an engine can rely on
+//!
+//! - Every operation ends once. When the Manager dies, closes the session or breaks the protocol,
+//!   each operation that is left ends with [`Status::Gone`], and then every call says why
+//!   ([`Gone`]). Connecting again starts a new session; old handles are refused by it.
+//! - Staging, [`Client::poll`] and [`Client::results`] make no system call and allocate nothing.
+//!   [`Client::submit`] makes one if the Manager sleeps.
+//! - Nothing blocks but [`Client::wait`], [`wait_many`] and registration, each at most its timeout.
+//!   Without a credit or page table space a request is refused as [`SubmitError::WouldBlock`].
+//! - The Manager's bytes are not trusted: they are copied, checked against the request, and only
+//!   then used.
+//! - In a forked child every call is refused; the parent's session is untouched.
+//! - Pages of a save must not change, and pages of a restore must not be used, before the operation
+//!   has ended, or [`Client::is_done`] says `Some(true)`. A timeout is never evidence of an end,
+//!   nor is [`Status::Gone`] while [`Gone::copies_may_run`].
 
 mod client;
 mod completion;
@@ -12,6 +63,7 @@ mod pending;
 mod process;
 mod ranges;
 mod register;
+mod results;
 mod session;
 mod submit;
 mod wait;
@@ -28,6 +80,6 @@ pub use orbitkv_shm_protocol::record::{
     Code, PageOutcome, QueryMode, RequestKind, SessionState, Tier,
 };
 pub use register::{RegionLayout, Segment};
-pub use session::Results;
+pub use results::Results;
 pub use submit::{Deadline, RestoreOptions, SaveOptions};
 pub use wait::wait_many;

@@ -48,6 +48,7 @@ impl Client {
     /// # Errors
     /// See above.
     pub fn define_namespace(&mut self, spec: &NamespaceSpec) -> Result<Scope, RegisterError> {
+        self.check_process()?;
         self.define(&ClientMessage::DefineNamespace(spec.clone()))
     }
 
@@ -69,7 +70,7 @@ impl Client {
             ManagerMessage::Scope { scope, page_bytes } => {
                 Ok(Scope { tag: self.tag(), id: ScopeId(scope), page_bytes })
             }
-            _ => Err(RegisterError::BadAnswer { expected: "scope" }),
+            _ => Err(self.bad_answer("scope")),
         }
     }
 
@@ -96,7 +97,7 @@ impl Client {
     ) -> Result<Memory, RegisterError> {
         match self.ask(&ClientMessage::RegisterMemory(spec), descriptor.as_slice())? {
             ManagerMessage::Memory { memory } => Ok(Memory { tag: self.tag(), id: memory, bytes }),
-            _ => Err(RegisterError::BadAnswer { expected: "memory" }),
+            _ => Err(self.bad_answer("memory")),
         }
     }
 
@@ -120,8 +121,14 @@ impl Client {
                 let pages = layout.pages;
                 Ok(Region { tag: self.tag(), id: RegionId(region), pages, page_bytes })
             }
-            _ => Err(RegisterError::BadAnswer { expected: "region" }),
+            _ => Err(self.bad_answer("region")),
         }
+    }
+
+    /// An answer to another question ends the session, as an unreadable one does.
+    fn bad_answer(&mut self, expected: &'static str) -> RegisterError {
+        self.control.shut_down();
+        RegisterError::BadAnswer { expected }
     }
 
     fn check_tag(&self, tag: Tag) -> Result<(), RegisterError> {

@@ -10,17 +10,18 @@ use orbitkv_shm_protocol::doorbell::Sleeper;
 use orbitkv_shm_protocol::ids::{EngineId, OperationId};
 use orbitkv_shm_protocol::layout::{Geometry, PAGES_PER_REQUEST_MAX};
 use orbitkv_shm_protocol::record::{
-    self, BadField, Code, CompletionRecord, PageEntry, PageOutcome, PageRange, Request,
-    RequestBody, RequestKind, SessionState, Tier, flags,
+    self, BadField, Code, CompletionRecord, PageEntry, PageRange, Request, RequestBody,
+    RequestKind, SessionState, flags,
 };
 use orbitkv_shm_protocol::ring::PushError;
 use orbitkv_shm_protocol::segment::EngineSide;
 
-use crate::completion::{Completion, PageResult, StageTimes, Status};
+use crate::completion::{Completion, StageTimes, Status};
 use crate::error::{Gone, ProtocolFault, SubmitError};
 use crate::handles::{Block, Chain, Lease, LeaseParts, Operation, Tag};
 use crate::pending::{Issued, Pending};
 use crate::ranges::RangeAllocator;
+use crate::results::{Anchors, Readable, Results, Source};
 
 /// What a chain is made of, as the page table spells it.
 pub(crate) trait Page {
@@ -37,34 +38,6 @@ impl Page for orbitkv_shm_protocol::ids::PageHash {
     fn entry(&self) -> PageEntry {
         PageEntry::page(*self, 0)
     }
-}
-
-/// One bit an entry of the page table: whether the entry is a parent, not a page.
-#[derive(Debug)]
-struct Anchors(Box<[u64]>);
-
-impl Anchors {
-    fn new(entries: u32) -> Self {
-        Self(vec![0; entries.div_ceil(64) as usize].into_boxed_slice())
-    }
-
-    fn set(&mut self, entry: u32, anchor: bool) {
-        let bit = 1_u64 << (entry % 64);
-        let word = &mut self.0[entry as usize / 64];
-        *word = if anchor { *word | bit } else { *word & !bit };
-    }
-
-    fn get(&self, entry: u32) -> bool {
-        self.0[entry as usize / 64] >> (entry % 64) & 1 != 0
-    }
-}
-
-/// The completion whose page results can still be read; its range is not free yet.
-#[derive(Clone, Copy, Debug)]
-struct Readable {
-    operation: OperationId,
-    range: PageRange,
-    pages: u32,
 }
 
 /// See the module.
@@ -86,6 +59,8 @@ pub(crate) struct Session {
 impl Session {
     /// A session with nothing outstanding.
     pub(crate) fn new(tag: Tag, engine: EngineId, geometry: Geometry, side: EngineSide) -> Self {
+        // The first reading looks for the vDSO, with system calls; later ones make none.
+        monotonic_ns();
         Self {
             tag,
             engine,
@@ -235,7 +210,7 @@ impl Session {
         if let Some(readable) = self.readable.take() {
             self.ranges.release(readable.range);
         }
-        if let Some(fault) = self.result_fault.take() {
+        if let Some(fault) = self.result_fault.get() {
             self.lose(Gone::Protocol(fault));
         }
         if matches!(self.gone, Some(Gone::Protocol(_))) {
@@ -375,30 +350,11 @@ impl Session {
 
     /// Results of the completion that the last poll returned.
     pub(crate) fn results(&self, operation: OperationId) -> Results<'_> {
+        let source =
+            Source { table: &self.side.results, anchors: &self.anchors, fault: &self.result_fault };
         match self.readable {
-            Some(Readable { operation: readable, range, pages }) if readable == operation => {
-                let end = range.start + range.len;
-                Results { session: Some(self), operation, next: range.start, end, left: pages }
-            }
+            Some(readable) if readable.operation == operation => Results::new(source, readable),
             _ => Results::NONE,
-        }
-    }
-
-    fn result(&self, operation: OperationId, entry: u32) -> PageResult {
-        let written = self.side.results.read(entry);
-        let by = OperationId {
-            index: written.operation_index,
-            generation: written.operation_generation,
-        };
-        if by != operation {
-            return PageResult::UNTOLD;
-        }
-        match decode_result(&written) {
-            Ok(result) => result,
-            Err(field) => {
-                self.result_fault.set(Some(ProtocolFault::BadResult { operation, field }));
-                PageResult::UNTOLD
-            }
         }
     }
 
@@ -416,49 +372,6 @@ impl Session {
         self.side.sleeper.end();
     }
 }
-
-/// Page results of one completion, one a page in the order of the request.
-#[derive(Debug)]
-pub struct Results<'a> {
-    session: Option<&'a Session>,
-    operation: OperationId,
-    next: u32,
-    end: u32,
-    left: u32,
-}
-
-impl Results<'_> {
-    pub(crate) const NONE: Self = Self {
-        session: None,
-        operation: OperationId { index: 0, generation: 0 },
-        next: 0,
-        end: 0,
-        left: 0,
-    };
-}
-
-impl Iterator for Results<'_> {
-    type Item = PageResult;
-
-    fn next(&mut self) -> Option<PageResult> {
-        let session = self.session?;
-        while self.next < self.end {
-            let entry = self.next;
-            self.next += 1;
-            if !session.anchors.get(entry) {
-                self.left -= 1;
-                return Some(session.result(self.operation, entry));
-            }
-        }
-        None
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        (self.left as usize, Some(self.left as usize))
-    }
-}
-
-impl ExactSizeIterator for Results<'_> {}
 
 /// Entries of the page table that a chain takes.
 fn chain_entries<P>(chain: &Chain<'_, P>) -> usize {
@@ -506,21 +419,8 @@ fn check_answer(answer: &record::Completion, issued: &Issued) -> Result<(), Prot
     }
 }
 
-fn decode_result(written: &record::PageResult) -> Result<PageResult, BadField> {
-    let bad = |field, value: u16| BadField { field, value: value.into() };
-    Ok(PageResult {
-        outcome: PageOutcome::from_raw(written.outcome).ok_or(bad("outcome", written.outcome))?,
-        tier: Tier::from_raw(written.tier).ok_or(bad("tier", written.tier))?,
-        code: Code::from_raw(written.code).ok_or(bad("code", written.code))?,
-        restorable: match written.restorable {
-            0 => false,
-            1 => true,
-            other => return Err(bad("restorable", other)),
-        },
-    })
-}
-
-/// CLOCK_MONOTONIC, the clock of the stage times; answered by the vDSO, not by a system call.
+/// CLOCK_MONOTONIC, the clock of the stage times; answered by the vDSO without a system call, except the
+/// first time.
 fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
