@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use crate::config::ConfigError;
 use crate::endpoint::ListenError;
 use crate::pool::PoolError;
+use crate::ssd::SsdError;
 use crate::telemetry::TelemetryError;
 
 /// The work failed.
@@ -44,8 +45,8 @@ pub enum ServeError {
     #[error("--device cuda: no CUDA device can be used here: use --device host or auto")]
     NoCuda,
     /// The tier cannot be opened.
-    #[error("--ssd: this build has no SSD tier: start without it")]
-    NoSsd,
+    #[error("--ssd: {0}")]
+    Ssd(#[from] SsdError),
     /// A thread, descriptor or signal handler could not be had.
     #[error("{what}: {source}")]
     System {

@@ -22,15 +22,17 @@ use rustix::process::{Resource, Rlimit};
 
 use crate::clock::{Clock, nanos_of};
 use crate::config::{
-    Config, ConfigError, DeviceKind, HugePages, Machine, ServeArgs, SpillPolicy, Words, usage_line,
+    Config, ConfigError, DeviceKind, HugePages, Machine, ServeArgs, SpillPolicy, SsdEngine, Words,
+    usage_line,
 };
-use crate::core::{Core, CoreConfig};
+use crate::core::{Core, CoreConfig, DeviceLayout, Effects, slot_bytes};
 use crate::device::HostDevice;
 use crate::endpoint::{Claim, Endpoint, HostImporter, Settings, Stopper};
 use crate::error::{EXIT_FAILED, EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
 use crate::pool::{self, DramPool, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
+use crate::ssd::{EngineChoice, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
 
 /// Environment variable that filters the log, as in `debug` or `orbitkv_manager::endpoint=trace`.
@@ -160,7 +162,7 @@ fn open(config: &Config) -> Result<Opened, ServeError> {
     telemetry.set_config(&config.to_string());
     let pool = allocate_pool(config)?;
     let bell = ControlBell::new();
-    let storage = open_storage(config)?;
+    let storage = open_storage(config, &pool, &bell)?;
     let device = HostDevice::start(pool.clone(), bell.ringer())
         .map_err(ServeError::system("device threads"))?;
     let endpoint = Endpoint::start(
@@ -177,11 +179,20 @@ fn open(config: &Config) -> Result<Opened, ServeError> {
         .map_err(ServeError::system("http thread"))?;
     let http_address = http.as_ref().map(|http| http.address().to_string());
     telemetry.set_texts(pool.page_mode().label(), http_address.as_deref());
-    let core = Core::new(core_config(config, pool.arena_bytes(), hash_seed));
+    let mut core_config = core_config(config, pool.arena_bytes(), hash_seed);
+    let (mut storage_parts, mut recovered) = (None, Vec::new());
+    if let Some((tier, recovery)) = storage {
+        core_config.devices = device_layouts(&recovery);
+        core_config.last_generation = recovery.highest_generation;
+        recovered = recovery.pages;
+        storage_parts = Some(Storage::new(tier, recovery.devices));
+    }
+    let mut core = Core::new(core_config);
+    core.recover(recovered, &mut Effects::default());
     let parts = ServiceParts {
         core,
         device: Box::new(device),
-        storage,
+        storage: storage_parts,
         endpoint,
         telemetry,
         bell,
@@ -217,11 +228,64 @@ fn allocate_pool(config: &Config) -> Result<Arc<DramPool>, ServeError> {
     Ok(Arc::new(pool))
 }
 
-fn open_storage(config: &Config) -> Result<Option<Storage>, ServeError> {
-    if config.ssd.is_some() {
-        return Err(ServeError::NoSsd);
+/// Opens the SSD files and finds out what is on them.
+fn open_storage(
+    config: &Config,
+    pool: &Arc<DramPool>,
+    bell: &ControlBell,
+) -> Result<Option<(SsdTier, Recovery)>, ServeError> {
+    let Some(ssd) = &config.ssd else { return Ok(None) };
+    let slot_bytes_max =
+        slot_bytes(u32::try_from(config.limits.page_bytes_max).unwrap_or(u32::MAX));
+    let tier = SsdConfig {
+        paths: ssd.paths.clone(),
+        capacity_bytes: ssd.capacity_bytes,
+        direct: ssd.direct,
+        engine: match ssd.engine {
+            SsdEngine::Auto => EngineChoice::Auto,
+            SsdEngine::Uring => EngineChoice::Uring,
+            SsdEngine::Blocking => EngineChoice::Blocking,
+        },
+        write_in_flight_bytes: ssd.write_in_flight_bytes,
+        slot_bytes_max,
+        arena_bytes: pool.arena_bytes(),
+    };
+    let ringer = bell.ringer();
+    let notify = Arc::new(move || {
+        ringer.ring();
+    });
+    let (tier, recovery) = SsdTier::open(&tier, pool.clone(), notify)?;
+    for device in &recovery.devices {
+        tracing::info!(
+            path = %device.path.display(),
+            bytes = device.geometry.capacity_bytes,
+            reads = %device.read_mode,
+            writes = %device.write_mode,
+            direct = device.direct,
+            preallocated = device.preallocated,
+            "ssd file is open"
+        );
     }
-    Ok(None)
+    let counts = recovery.counts;
+    tracing::info!(
+        valid = counts.valid,
+        torn = counts.torn,
+        stale = counts.stale,
+        empty = counts.empty,
+        orphans = recovery.orphans,
+        "ssd slots were read"
+    );
+    Ok(Some((tier, recovery)))
+}
+
+/// The files as `core` sees them.
+fn device_layouts(recovery: &Recovery) -> Vec<DeviceLayout> {
+    let layouts = recovery.devices.iter().map(|device| DeviceLayout {
+        geometry: device.geometry,
+        region_slot_bytes: device.regions.iter().map(|bytes| bytes.unwrap_or(0)).collect(),
+        retired: device.retired.clone(),
+    });
+    layouts.collect()
 }
 
 /// What `core` is told of the configuration.

@@ -38,6 +38,8 @@ const ENDS_PER_TURN: u32 = 256;
 const PARK_MAX: Duration = Duration::from_millis(50);
 /// How often tables that cost a walk are shown.
 const TABLES_INTERVAL_NS: Nanos = 20_000_000;
+/// How long the last SSD orders may take at a stop.
+const STORAGE_STOP_MAX: Duration = Duration::from_secs(2);
 /// How long a stop waits for operations under way before it closes the sessions.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
@@ -559,7 +561,7 @@ impl Service {
         }
         self.device.stop();
         if let Some(storage) = &mut self.storage {
-            storage.stop();
+            storage.stop(STORAGE_STOP_MAX);
         }
         let now = self.clock.now();
         self.take_copy_ends(now);

@@ -3,10 +3,11 @@
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::Code;
 use orbitkv_shm_protocol::telemetry::{
-    CopyDirection, HeldIn, LeaseEnd, Metric, OperationStage, Reason, SpillOutcome, SsdFault,
+    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, SpillOutcome,
+    SsdFault,
 };
 
-use super::{Service, TABLES_INTERVAL_NS};
+use super::{Service, Storage, TABLES_INTERVAL_NS};
 use crate::core::{Gauges, Nanos, SessionView, Stats};
 use crate::telemetry::Counters;
 use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
@@ -57,10 +58,24 @@ impl Service {
             .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
         self.telemetry.counters.set(Metric::PoolResidentPages, dram);
         self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
+        self.show_health();
         if let Some(storage) = &self.storage {
             let devices = storage.mirrors(|device| self.core.device_usage(device));
             self.telemetry.set_devices(devices);
             self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
+        }
+    }
+}
+
+impl Service {
+    /// Ready or degraded, as the SSD devices are.
+    fn show_health(&mut self) {
+        let healthy = self.storage.as_ref().is_none_or(Storage::is_healthy);
+        let said = self.telemetry.state();
+        let state = if healthy { ManagerState::Ready } else { ManagerState::Degraded };
+        if matches!(said, ManagerState::Ready | ManagerState::Degraded) && said != state {
+            tracing::warn!(%state, "the state of the SSD tier changed");
+            self.telemetry.set_state(state);
         }
     }
 }

@@ -13,7 +13,6 @@ use super::counters::{DeviceCounters, DeviceSnapshot};
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::SsdFile;
-use super::format::RegionGeometry;
 use super::io::{Engine, EngineMode};
 use super::limit::ReadActivity;
 use super::metadata::Metadata;
@@ -23,7 +22,7 @@ use super::verifier::Verifier;
 use super::wake::Wake;
 use super::worker::{self, Control, Duty};
 use super::writer::{WRITE_DEPTH, Writer, WriterParts};
-use crate::core::IoFault;
+use crate::core::{IoFault, RegionGeometry};
 use crate::image::ImageMemory;
 
 /// Reads of one device that may be out.

@@ -13,11 +13,9 @@
 //! superblock also that of its table, so a torn write or a flipped bit is a miss, never a hit.
 
 mod footer;
-mod geometry;
 mod superblock;
 
 pub use footer::{Footer, FooterError};
-pub use geometry::RegionGeometry;
 pub use superblock::{
     FORGOTTEN_MAX, FileId, Forgotten, RETIRED_MAX, SUPERBLOCK_COPIES, Superblock, SuperblockError,
     SuperblockHead,
@@ -32,9 +30,6 @@ pub const BLOCK_BYTES: usize = 4096;
 
 /// Version of everything in this module. Another version is refused, never converted in place.
 pub const FORMAT: u32 = 1;
-
-/// Bytes of a slot's footer.
-pub const FOOTER_BYTES: u32 = BLOCK_BYTES as u32;
 
 /// One block, aligned in memory as direct I/O wants it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Pod, Zeroable)]

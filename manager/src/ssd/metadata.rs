@@ -6,10 +6,8 @@ use std::sync::atomic::AtomicU64;
 use super::counters::{DeviceCounters, count};
 use super::error::SsdError;
 use super::file::SsdFile;
-use super::format::{
-    Block, RegionGeometry, SUPERBLOCK_COPIES, Superblock, SuperblockError, SuperblockHead,
-};
-use crate::core::{IoFault, Slot};
+use super::format::{Block, SUPERBLOCK_COPIES, Superblock, SuperblockError, SuperblockHead};
+use crate::core::{IoFault, RegionGeometry, Slot};
 
 /// Reads the newest whole copy.
 pub(crate) fn load(file: &SsdFile) -> Result<Superblock, SsdError> {

@@ -46,7 +46,7 @@ pub use engine::EngineChoice;
 pub use error::SsdError;
 pub use io::{EngineKind, EngineMode, TaskRun};
 pub use order::{ReadOrder, SsdEnd, WriteOrder};
-pub use recover::{RecoveredPage, SlotCounts};
+pub use recover::SlotCounts;
 pub use tier::{QueueFull, Recovery, SsdConfig, SsdTier};
 pub use verify::verify;
 

@@ -6,12 +6,13 @@ use std::sync::mpsc::SyncSender;
 
 use super::counters::DeviceCounters;
 use super::flight::{Flight, part_of};
-use super::format::{FOOTER_BYTES, RegionGeometry, padded};
+use super::format::padded;
 use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
 use super::limit::ReadActivity;
 use super::order::ReadOrder;
 use super::verifier::ReadResult;
 use super::worker::Duty;
+use crate::core::{FOOTER_BYTES, RegionGeometry};
 use crate::core::{IoFault, Slot};
 
 /// Chunks of reads in the kernel at most.

@@ -5,17 +5,8 @@ use std::collections::hash_map::Entry;
 
 use super::format::{BLOCK_BYTES, Block, Footer, FooterError, Forgotten, Superblock};
 use super::io::{Chunk, Engine, Part, Transfer, Verdict};
-use crate::core::{Extent, ImageIdentity, IoFault, Slot};
+use crate::core::{Extent, IoFault, RecoveredPage, Slot};
 use crate::image::{DramSlice, ImageMemory};
-
-/// A page that may be served from SSD. Its image is checked when it is read.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct RecoveredPage {
-    /// Where.
-    pub slot: Slot,
-    /// Which page.
-    pub image: ImageIdentity,
-}
 
 /// How many slots were found in which state. They sum to `slots`.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]

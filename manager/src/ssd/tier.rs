@@ -19,9 +19,9 @@ use super::file::{Access, SsdFile};
 use super::format::{BLOCK_BYTES, FileId, Forgotten, SUPERBLOCK_COPIES, Superblock};
 use super::metadata::{self, Metadata};
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
-use super::recover::{Census, RecoveredPage, SlotCounts, drop_orphans, scan};
+use super::recover::{Census, SlotCounts, drop_orphans, scan};
 use super::worker::Control;
-use crate::core::{IoFault, Slot, Ticket};
+use crate::core::{IoFault, RecoveredPage, Slot, Ticket};
 use crate::image::ImageMemory;
 
 /// How long the end of a tier waits for I/O that the kernel does not give back.

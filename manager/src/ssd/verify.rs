@@ -9,7 +9,7 @@ use super::error::SsdError;
 use super::file::{Access, SsdFile};
 use super::format::{BLOCK_BYTES, Block, Superblock, checksum, padded};
 use super::metadata;
-use super::recover::{Census, RecoveredPage, SlotCounts, scan};
+use super::recover::{Census, SlotCounts, scan};
 use super::tier::all_forgotten;
 use super::uring::UringEngine;
 
@@ -62,7 +62,7 @@ pub fn verify(
 
 fn is_whole(
     files: &[(Arc<SsdFile>, Superblock)],
-    page: &RecoveredPage,
+    page: &crate::core::RecoveredPage,
     buffer: &mut Vec<Block>,
 ) -> bool {
     let Some((file, _)) = files.get(usize::from(page.slot.device)) else { return false };

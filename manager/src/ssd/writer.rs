@@ -9,12 +9,13 @@ use ringbuf::traits::Producer;
 
 use super::counters::DeviceCounters;
 use super::flight::{Flight, part_of};
-use super::format::{FOOTER_BYTES, Footer, padded};
+use super::format::{Footer, padded};
 use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Transfer};
 use super::limit::ReadActivity;
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
 use super::worker::Duty;
+use crate::core::FOOTER_BYTES;
 use crate::core::IoFault;
 
 /// Chunks of writes in the kernel at most; the bytes are what really limits.

@@ -104,7 +104,7 @@ impl Footer {
             && self.slot_offset == slot.offset
             && self.slot_bytes == slot.bytes
             && self.image.image_bytes > 0
-            && super::RegionGeometry::slot_bytes_for(self.image.image_bytes)
+            && crate::core::RegionGeometry::slot_bytes_for(self.image.image_bytes)
                 .is_some_and(|bytes| bytes <= slot.bytes)
     }
 }

@@ -2,9 +2,11 @@
 
 use std::fmt;
 
+use crate::core::RegionGeometry;
+
 use super::{
-    BLOCK_BYTES, Block, FORMAT, RegionGeometry, checksum, get_array, get_u32, get_u64, is_sealed,
-    padded, put_u32, put_u64, seal,
+    BLOCK_BYTES, Block, FORMAT, checksum, get_array, get_u32, get_u64, is_sealed, padded, put_u32,
+    put_u64, seal,
 };
 
 const MAGIC: u64 = u64::from_le_bytes(*b"OKVSSDT1");

@@ -1,6 +1,14 @@
 //! Where regions and slots begin and how many there are.
 
-use super::{BLOCK_BYTES, FOOTER_BYTES, padded};
+/// Unit of all offsets and lengths on SSD, in bytes.
+const BLOCK_BYTES: usize = 4096;
+
+/// Bytes of a slot's footer.
+pub const FOOTER_BYTES: u32 = BLOCK_BYTES as u32;
+
+const fn padded(bytes: u64) -> u64 {
+    bytes.next_multiple_of(BLOCK_BYTES as u64)
+}
 
 /// How the data part of one SSD file is cut into regions, and a region into slots.
 ///
