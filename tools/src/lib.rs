@@ -1,0 +1,4 @@
+//! What the `orbitkv` command line is made of, one verb a module, and the trace readers that the
+//! tests share with it.
+
+pub mod trace;
