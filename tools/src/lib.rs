@@ -1,4 +1,6 @@
 //! What the `orbitkv` command line is made of, one verb a module, and the trace readers that the
 //! tests share with it.
 
+pub mod content;
 pub mod trace;
+pub mod workload;
