@@ -2,5 +2,6 @@
 //! tests share with it.
 
 pub mod content;
+pub mod replay;
 pub mod trace;
 pub mod workload;
