@@ -31,6 +31,12 @@ pub const WORD_BLOCK: usize = 128;
 
 /// Offset of the header in both segments.
 pub const HEADER_OFFSET: usize = 0;
+/// Header: [`ABI_VERSION`] (u32), stored last: zero says that the segment is half made.
+pub const HEADER_VERSION: usize = HEADER_OFFSET + 8;
+/// Header: [`crate::record::SessionState`] (u32), changed by the Manager in the completion segment.
+pub const HEADER_STATE: usize = HEADER_OFFSET + 12;
+/// Bytes of the header.
+pub const HEADER_BYTES: usize = 64;
 /// Offset of the first word block in both segments.
 pub const WORDS_OFFSET: usize = 0x1000;
 /// Submission: the engine's producer position of the request ring (u64).
@@ -169,6 +175,9 @@ const fn fingerprint() -> u64 {
         MANAGER_SLEEP_GENERATION as u64,
         ENGINE_DOORBELL as u64,
         RING_OFFSET as u64,
+        HEADER_VERSION as u64,
+        HEADER_STATE as u64,
+        HEADER_BYTES as u64,
         crate::record::FIELD_FINGERPRINT,
     ];
     let mut hash = 0xcbf2_9ce4_8422_2325;
@@ -192,6 +201,7 @@ pub(crate) const fn fnv1a(mut hash: u64, value: u64) -> u64 {
 }
 
 const _: () = {
+    assert!(HEADER_OFFSET + HEADER_BYTES <= WORDS_OFFSET);
     assert!(MANAGER_DOORBELL + WORD_BLOCK <= RING_OFFSET);
     assert!(ENGINE_DOORBELL + WORD_BLOCK <= RING_OFFSET);
     assert!(RING_OFFSET.is_multiple_of(SECTION_ALIGN));

@@ -5,6 +5,10 @@
 #![warn(missing_docs)]
 
 pub mod bootstrap;
+pub mod doorbell;
 pub mod ids;
 pub mod layout;
+pub mod memory;
 pub mod record;
+pub mod ring;
+pub mod segment;

@@ -303,6 +303,18 @@ wire_enum! {
     }
 }
 
+wire_enum! {
+    /// How far a session has come, as the header of the completion segment says.
+    SessionState: u32 {
+        /// Requests are taken.
+        Open = 1 => "open",
+        /// The Manager is stopping: what runs ends, new work is refused.
+        Draining = 2 => "draining",
+        /// Nothing more is taken from the ring; the session is being taken apart.
+        Closed = 3 => "closed",
+    }
+}
+
 /// How a query treats budgets and SSD pages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum QueryMode {
@@ -383,6 +395,45 @@ pub struct BadField {
     pub field: &'static str,
     /// What it held.
     pub value: u64,
+}
+
+impl RequestRecord {
+    /// Checks that the record was written by a client of this session and this life of the
+    /// Manager.
+    ///
+    /// # Errors
+    /// The field that differs; the session must be closed.
+    #[inline]
+    pub fn check_addressed_to(&self, session: SessionId, epoch: Epoch) -> Result<(), BadField> {
+        check_addressed(self.session, self.epoch, session, epoch)
+    }
+}
+
+impl CompletionRecord {
+    /// Checks that the record was written for this session by this life of the Manager.
+    ///
+    /// # Errors
+    /// The field that differs; the Manager cannot be trusted any more.
+    #[inline]
+    pub fn check_addressed_to(&self, session: SessionId, epoch: Epoch) -> Result<(), BadField> {
+        check_addressed(self.session, self.epoch, session, epoch)
+    }
+}
+
+#[inline]
+fn check_addressed(
+    found_session: u32,
+    found_epoch: u32,
+    session: SessionId,
+    epoch: Epoch,
+) -> Result<(), BadField> {
+    if found_session != session.0 {
+        return Err(BadField { field: "session", value: found_session.into() });
+    }
+    if found_epoch != epoch.0 {
+        return Err(BadField { field: "epoch", value: found_epoch.into() });
+    }
+    Ok(())
 }
 
 impl Request {

@@ -1,0 +1,203 @@
+//! Sleeping until a peer publishes, without a lost wake and without a system call when nobody
+//! sleeps.
+//!
+//! Two words, each written by one side only. The waiter owns `sleep_generation` (odd = asleep),
+//! the publisher owns `doorbell`, a counter and the futex word:
+//!
+//! ```text
+//! waiter                                   publisher
+//! seen = doorbell                          publish to the ring
+//! sleep_generation += 1     (odd)          full fence                        wake-fence
+//! full fence              wake-fence       g = sleep_generation
+//! re-check the ring                        if g is odd and not the last woken:
+//! futex wait on doorbell while == seen         doorbell += 1                 bell
+//! sleep_generation += 1     (even)             futex wake
+//! ```
+//!
+//! Of the two fences one comes first. If the publisher's, the re-check sees what was published; if
+//! the waiter's, the publisher sees an odd generation and rings. A publisher rings once for one
+//! sleep, so a batch costs at most one wake. Wakes are hints: every wait has a timeout, and the
+//! ring says what there is. A hostile peer can make a waiter sleep to its timeout or a publisher
+//! make one needless system call per batch, and no more.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use crate::layout::WORD_BLOCK;
+pub use crate::memory::{NAP_MAX, WAIT_WORDS_MAX, WaitEnd};
+use crate::memory::{SharedMemory, WordReader, WordWriter, full_fence, futex_wait_many};
+
+/// The waiting side of a doorbell.
+#[derive(Debug)]
+pub struct Sleeper {
+    sleep_generation: WordWriter<u32>,
+    doorbell: WordReader<u32>,
+    /// What the word holds; never read back from shared memory.
+    generation: Cell<u32>,
+}
+
+impl Sleeper {
+    /// Joins the waiter's own generation word, which holds zero, and the publisher's doorbell.
+    pub fn new(sleep_generation: WordWriter<u32>, doorbell: WordReader<u32>) -> Self {
+        Self { sleep_generation, doorbell, generation: Cell::new(0) }
+    }
+
+    /// Announces a sleep and returns the doorbell to pass to [`wait`](Self::wait). The caller
+    /// then looks at its rings once more, waits only if they are empty, and calls
+    /// [`end`](Self::end) in either case.
+    pub fn begin(&self) -> u32 {
+        let seen = self.doorbell.load_acquire();
+        debug_assert!(self.generation.get().is_multiple_of(2), "begin() twice without end()");
+        self.step();
+        full_fence();
+        seen
+    }
+
+    /// Sleeps while the doorbell holds `seen`, at most `timeout`.
+    pub fn wait(&self, seen: u32, timeout: Duration) -> WaitEnd {
+        debug_assert!(!self.generation.get().is_multiple_of(2), "wait() without begin()");
+        self.doorbell.futex_wait(seen, timeout)
+    }
+
+    /// Ends the announced sleep, so that publishers make no system calls any more.
+    pub fn end(&self) {
+        debug_assert!(!self.generation.get().is_multiple_of(2), "end() without begin()");
+        self.step();
+    }
+
+    fn step(&self) {
+        let next = self.generation.get().wrapping_add(1);
+        self.generation.set(next);
+        self.sleep_generation.store_release(next);
+    }
+}
+
+/// Sleeps until one of several doorbells rings, at most `timeout`: [`Sleeper::wait`] over many.
+/// Each pair holds what [`Sleeper::begin`] returned for it.
+///
+/// Where the kernel has no `futex_waitv` this naps for at most [`NAP_MAX`] and says so by
+/// [`WaitEnd::Napped`].
+///
+/// # Panics
+/// When there are no sleepers, or more than [`WAIT_WORDS_MAX`].
+pub fn wait_many(sleepers: &[(&Sleeper, u32)], timeout: Duration) -> WaitEnd {
+    futex_wait_many(sleepers.iter().map(|(sleeper, seen)| (&sleeper.doorbell, *seen)), timeout)
+}
+
+/// The publishing side of a doorbell.
+#[derive(Debug)]
+pub struct Ringer {
+    doorbell: WordWriter<u32>,
+    sleep_generation: WordReader<u32>,
+    /// What the doorbell holds; never read back from shared memory.
+    rings: u32,
+    /// Generation that was last woken; zero is even, so never asleep.
+    last_woken: u32,
+}
+
+impl Ringer {
+    /// Joins the publisher's own doorbell, which holds zero, and the waiter's generation word.
+    pub fn new(doorbell: WordWriter<u32>, sleep_generation: WordReader<u32>) -> Self {
+        Self { doorbell, sleep_generation, rings: 0, last_woken: 0 }
+    }
+
+    /// Wakes the waiter if it sleeps and was not woken from this sleep yet. Call it after
+    /// publishing, once for a batch. Returns whether it made the system call.
+    #[inline]
+    pub fn ring(&mut self) -> bool {
+        full_fence();
+        let generation = self.sleep_generation.load_relaxed();
+        if generation.is_multiple_of(2) || generation == self.last_woken {
+            return false;
+        }
+        self.wake(generation);
+        true
+    }
+
+    #[cold]
+    fn wake(&mut self, generation: u32) {
+        self.last_woken = generation;
+        self.rings = self.rings.wrapping_add(1);
+        self.doorbell.store_release(self.rings);
+        self.doorbell.futex_wake();
+    }
+}
+
+/// Offset of the doorbell in the memory of a [`ControlBell`].
+const CONTROL_DOORBELL: usize = 0;
+/// Offset of the sleep generation.
+const CONTROL_SLEEP_GENERATION: usize = WORD_BLOCK;
+
+/// A doorbell inside one process: one sleeper, any number of ringers on any threads.
+///
+/// Its [`sleeper`](Self::sleeper) joins the peers' in [`wait_many`].
+#[derive(Debug)]
+pub struct ControlBell {
+    sleeper: Sleeper,
+    ringer: ControlRinger,
+}
+
+impl ControlBell {
+    /// A bell that nobody has rung.
+    pub fn new() -> Self {
+        let memory = SharedMemory::heap(2 * WORD_BLOCK);
+        Self {
+            sleeper: Sleeper::new(
+                memory.word_writer(CONTROL_SLEEP_GENERATION),
+                memory.word_reader(CONTROL_DOORBELL),
+            ),
+            ringer: ControlRinger {
+                doorbell: memory.word_writer(CONTROL_DOORBELL),
+                sleep_generation: memory.word_reader(CONTROL_SLEEP_GENERATION),
+                last_woken: Arc::new(AtomicU32::new(0)),
+            },
+        }
+    }
+
+    /// The waiting side.
+    pub fn sleeper(&self) -> &Sleeper {
+        &self.sleeper
+    }
+
+    /// Another ringer of this bell.
+    pub fn ringer(&self) -> ControlRinger {
+        self.ringer.clone()
+    }
+}
+
+impl Default for ControlBell {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A ringing side of a [`ControlBell`]; clones share the gate.
+#[derive(Clone, Debug)]
+pub struct ControlRinger {
+    doorbell: WordWriter<u32>,
+    sleep_generation: WordReader<u32>,
+    last_woken: Arc<AtomicU32>,
+}
+
+impl ControlRinger {
+    /// Wakes the sleeper if it sleeps and nobody woke it from this sleep yet. Call it after
+    /// publishing. Returns whether it made the system call.
+    #[inline]
+    pub fn ring(&self) -> bool {
+        full_fence();
+        let generation = self.sleep_generation.load_relaxed();
+        if generation.is_multiple_of(2) {
+            return false;
+        }
+        // Whoever changes it to this generation owes the wake. A ringer that was delayed here may
+        // put an older generation back: that costs a needless wake, never one too few.
+        if self.last_woken.swap(generation, Ordering::AcqRel) == generation {
+            return false;
+        }
+        self.doorbell.increment();
+        self.doorbell.futex_wake();
+        true
+    }
+}
