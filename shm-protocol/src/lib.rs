@@ -7,8 +7,10 @@
 pub mod bootstrap;
 pub mod doorbell;
 pub mod ids;
+pub mod inspect;
 pub mod layout;
 pub mod memory;
 pub mod record;
 pub mod ring;
 pub mod segment;
+pub mod telemetry;

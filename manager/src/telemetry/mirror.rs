@@ -1,0 +1,298 @@
+//! Plain structs in which the reactor hands over its tables.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use orbitkv_shm_protocol::ids::{EngineId, LeaseId, OperationId, SessionId};
+use orbitkv_shm_protocol::record::RequestKind;
+use orbitkv_shm_protocol::telemetry::{
+    DeviceRow, LEASE_ROWS, LeaseRow, NAMESPACE_ROWS, NamespaceRow, OPERATION_ROWS, OperationRow,
+    OperationStage, SessionRow, SessionState, SsdEngine, SsdHealth, text_words,
+};
+
+/// Name of the row that sums up the namespaces without a row of their own.
+pub const OTHER_NAMESPACES: &str = "(others)";
+
+/// One session and its rings. Positions are free-running; read the consumer's before the
+/// producer's, so that no difference is negative.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SessionMirror {
+    /// Its id.
+    pub id: SessionId,
+    /// Process id of the client, as the socket's credentials say.
+    pub pid: u32,
+    /// Its uid.
+    pub uid: u32,
+    /// State.
+    pub state: SessionState,
+    /// Attachment group.
+    pub engine: EngineId,
+    /// Producer position of the request ring, as last seen.
+    pub requests_submitted: u64,
+    /// Consumer position of the request ring.
+    pub requests_taken: u64,
+    /// Producer position of the completion ring.
+    pub completions_published: u64,
+    /// Consumer position of the completion ring, as last seen.
+    pub completions_consumed: u64,
+    /// Operations taken and not yet ended.
+    pub outstanding: u64,
+    /// Operations that it may have outstanding.
+    pub credits: u32,
+    /// Bytes that its leases pin.
+    pub leased_bytes: u64,
+    /// Device regions that it registered.
+    pub regions: u32,
+    /// CLOCK_MONOTONIC nanoseconds at which one of the positions last moved.
+    pub last_progress_ns: u64,
+}
+
+impl From<SessionMirror> for SessionRow {
+    fn from(session: SessionMirror) -> Self {
+        Self {
+            id: session_word(session.id),
+            pid: session.pid.into(),
+            uid: session.uid.into(),
+            state: session.state.to_word(),
+            requests_submitted: session.requests_submitted,
+            requests_taken: session.requests_taken,
+            completions_published: session.completions_published,
+            completions_consumed: session.completions_consumed,
+            outstanding: session.outstanding,
+            credits: session.credits.into(),
+            leased_bytes: session.leased_bytes,
+            regions: session.regions.into(),
+            last_progress_ns: session.last_progress_ns,
+            engine: engine_words(session.engine),
+        }
+    }
+}
+
+/// One running operation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OperationMirror {
+    /// Its id in its session.
+    pub id: OperationId,
+    /// What it is.
+    pub kind: RequestKind,
+    /// How far it is.
+    pub stage: OperationStage,
+    /// CLOCK_MONOTONIC nanoseconds at which it was taken from its ring.
+    pub taken_ns: u64,
+}
+
+impl From<OperationMirror> for OperationRow {
+    fn from(operation: OperationMirror) -> Self {
+        Self {
+            id: operation.id.to_bits(),
+            kind: operation.kind as u64,
+            stage: operation.stage.to_word(),
+            taken_ns: operation.taken_ns,
+        }
+    }
+}
+
+/// One lease.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LeaseMirror {
+    /// Its id.
+    pub id: LeaseId,
+    /// Attachment group that holds it.
+    pub group: EngineId,
+    /// Bytes that it pins.
+    pub bytes: u64,
+    /// Pages that it pins.
+    pub pages: u64,
+    /// CLOCK_MONOTONIC nanoseconds at which it expires.
+    pub expires_ns: u64,
+}
+
+impl From<LeaseMirror> for LeaseRow {
+    fn from(lease: LeaseMirror) -> Self {
+        Self {
+            id: lease.id.0,
+            group: engine_words(lease.group),
+            bytes: lease.bytes,
+            pages: lease.pages,
+            expires_ns: lease.expires_ns,
+        }
+    }
+}
+
+/// One SSD device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DeviceMirror<'a> {
+    /// Its file; the first 256 bytes of the path are kept.
+    pub path: &'a Path,
+    /// Bytes that slots may take.
+    pub capacity_bytes: u64,
+    /// Bytes of the slots that hold a page.
+    pub used_bytes: u64,
+    /// Slots that hold a page.
+    pub slots: u64,
+    /// Page reads queued or in the kernel.
+    pub reading: u64,
+    /// Page writes queued or in the kernel.
+    pub writing: u64,
+    /// How it is driven.
+    pub engine: SsdEngine,
+    /// Whether the page cache is bypassed.
+    pub direct: bool,
+    /// Whether its space was reserved.
+    pub preallocated: bool,
+    /// What it still does.
+    pub health: SsdHealth,
+}
+
+impl From<DeviceMirror<'_>> for DeviceRow {
+    fn from(device: DeviceMirror<'_>) -> Self {
+        Self {
+            path: text_words(device.path.as_os_str().as_bytes()),
+            capacity_bytes: device.capacity_bytes,
+            used_bytes: device.used_bytes,
+            slots: device.slots,
+            reading: device.reading,
+            writing: device.writing,
+            engine: device.engine.to_word(),
+            direct: device.direct.into(),
+            preallocated: device.preallocated.into(),
+            health: device.health.to_word(),
+        }
+    }
+}
+
+/// What the tiers hold of one namespace.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NamespaceMirror<'a> {
+    /// Name for a person; the first 128 bytes are kept. Must not contain the cache salt.
+    pub name: &'a str,
+    /// Pages in DRAM.
+    pub dram_pages: u64,
+    /// Their image bytes.
+    pub dram_bytes: u64,
+    /// Pages on SSD.
+    pub ssd_pages: u64,
+    /// Their image bytes.
+    pub ssd_bytes: u64,
+}
+
+impl From<NamespaceMirror<'_>> for NamespaceRow {
+    fn from(namespace: NamespaceMirror<'_>) -> Self {
+        Self {
+            name: text_words(namespace.name.as_bytes()),
+            dram_pages: namespace.dram_pages,
+            dram_bytes: namespace.dram_bytes,
+            ssd_pages: namespace.ssd_pages,
+            ssd_bytes: namespace.ssd_bytes,
+        }
+    }
+}
+
+/// The rows to show: all, or the largest and the sum of the rest.
+pub(super) fn namespace_rows<'a>(
+    namespaces: impl IntoIterator<Item = NamespaceMirror<'a>>,
+) -> Vec<NamespaceRow> {
+    let mut all: Vec<NamespaceMirror<'_>> = namespaces.into_iter().collect();
+    if all.len() > NAMESPACE_ROWS {
+        let bytes = |n: &NamespaceMirror<'_>| n.dram_bytes.saturating_add(n.ssd_bytes);
+        all.sort_by_key(|namespace| std::cmp::Reverse(bytes(namespace)));
+        let others = all.drain(NAMESPACE_ROWS - 1..).reduce(|sum, each| NamespaceMirror {
+            name: OTHER_NAMESPACES,
+            dram_pages: sum.dram_pages + each.dram_pages,
+            dram_bytes: sum.dram_bytes + each.dram_bytes,
+            ssd_pages: sum.ssd_pages + each.ssd_pages,
+            ssd_bytes: sum.ssd_bytes + each.ssd_bytes,
+        });
+        all.extend(others);
+    }
+    all.into_iter().map(NamespaceRow::from).collect()
+}
+
+/// The oldest operations, oldest first.
+pub(super) fn oldest_operations(
+    operations: impl IntoIterator<Item = OperationMirror>,
+) -> Vec<OperationRow> {
+    first_by_key(operations, OPERATION_ROWS, |operation| operation.taken_ns)
+}
+
+/// The largest leases, largest first.
+pub(super) fn largest_leases(leases: impl IntoIterator<Item = LeaseMirror>) -> Vec<LeaseRow> {
+    first_by_key(leases, LEASE_ROWS, |lease| std::cmp::Reverse(lease.bytes))
+}
+
+/// The first `count` items in the order of `key`, equal ones in the order given: insertion into a
+/// short list, one comparison for an item that does not make it.
+fn first_by_key<T: Copy, R: From<T>, K: Ord>(
+    items: impl IntoIterator<Item = T>,
+    count: usize,
+    key: impl Fn(&T) -> K,
+) -> Vec<R> {
+    let mut first: Vec<T> = Vec::with_capacity(count);
+    for item in items {
+        if first.len() == count {
+            if first.last().is_some_and(|last| key(&item) >= key(last)) {
+                continue;
+            }
+            first.pop();
+        }
+        let at = first.partition_point(|kept| key(kept) <= key(&item));
+        first.insert(at, item);
+    }
+    first.into_iter().map(R::from).collect()
+}
+
+/// A session id as a word of the segment.
+pub(super) const fn session_word(session: SessionId) -> u64 {
+    session.0 as u64
+}
+
+fn engine_words(engine: EngineId) -> [u64; 2] {
+    let (words, []) = engine.0.as_chunks::<8>() else { unreachable!("16 bytes are two words") };
+    [u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1])]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// The short list is what sorting everything would give.
+        #[test]
+        fn the_oldest_are_those_of_a_full_sort(times in proptest::collection::vec(0_u64..40, 0..80)) {
+            let operations: Vec<OperationMirror> = (0..)
+                .zip(&times)
+                .map(|(index, &taken_ns)| OperationMirror {
+                    id: OperationId { index, generation: 1 },
+                    kind: RequestKind::Save,
+                    stage: OperationStage::Queued,
+                    taken_ns,
+                })
+                .collect();
+            let mut sorted = operations.clone();
+            sorted.sort_by_key(|operation| operation.taken_ns);
+            sorted.truncate(OPERATION_ROWS);
+            let sorted: Vec<OperationRow> = sorted.into_iter().map(OperationRow::from).collect();
+            prop_assert_eq!(oldest_operations(operations), sorted);
+        }
+
+        /// However many namespaces there are, the rows fit and sum to the whole.
+        #[test]
+        fn namespace_rows_sum_to_the_whole(sizes in proptest::collection::vec(0_u64..1000, 0..600)) {
+            let rows = namespace_rows(sizes.iter().map(|&pages| NamespaceMirror {
+                name: "model",
+                dram_pages: pages,
+                dram_bytes: pages * 4096,
+                ssd_pages: pages * 2,
+                ssd_bytes: pages * 8192,
+            }));
+            prop_assert_eq!(rows.len(), sizes.len().min(NAMESPACE_ROWS));
+            let whole: u64 = sizes.iter().sum();
+            prop_assert_eq!(rows.iter().map(|row| row.dram_pages).sum::<u64>(), whole);
+            prop_assert_eq!(rows.iter().map(|row| row.dram_bytes).sum::<u64>(), whole * 4096);
+            prop_assert_eq!(rows.iter().map(|row| row.ssd_pages).sum::<u64>(), whole * 2);
+            prop_assert_eq!(rows.iter().map(|row| row.ssd_bytes).sum::<u64>(), whole * 8192);
+        }
+    }
+}

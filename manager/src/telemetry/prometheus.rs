@@ -1,0 +1,124 @@
+//! Prometheus text from a snapshot.
+//!
+//! The set of series is fixed by the build and the number of SSD devices: no id, key, path or
+//! name of a user is ever a label value.
+
+use std::fmt::Write as _;
+
+use orbitkv_shm_protocol::inspect::{DeviceView, Numbers, Snapshot, Value};
+use orbitkv_shm_protocol::telemetry::{
+    LATENCY_HELP, LATENCY_NAME, Latency, MetricKind, bucket_end, families,
+};
+
+/// Upper ends of the buckets in the text, as powers of two in nanoseconds: 4 µs to 17 s, each four
+/// times the one before. The segment has finer ones.
+const TEXT_BUCKET_BITS: [u32; 12] = [12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34];
+
+/// A metric with one series for each SSD device, labelled by its number in configuration order.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceFamily {
+    /// Name.
+    pub name: &'static str,
+    /// One line for a person.
+    pub help: &'static str,
+    value: fn(&DeviceView) -> u64,
+}
+
+/// The table of these metrics; all are gauges.
+pub const DEVICE_FAMILIES: [DeviceFamily; 6] = [
+    DeviceFamily {
+        name: "orbitkv_ssd_device_capacity_bytes",
+        help: "Bytes that slots of the device may take.",
+        value: |device| device.capacity_bytes,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_used_bytes",
+        help: "Bytes of its slots that hold a page.",
+        value: |device| device.used_bytes,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_reading_pages",
+        help: "Page reads queued or in the kernel.",
+        value: |device| device.reading,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_writing_pages",
+        help: "Page writes queued or in the kernel.",
+        value: |device| device.writing,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_readable",
+        help: "1 while pages are read from the device.",
+        value: |device| (device.health != "off").into(),
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_writable",
+        help: "1 while pages are written to the device.",
+        value: |device| (device.health == "healthy").into(),
+    },
+];
+
+/// The text of `/metrics`, format version 0.0.4.
+pub fn render(snapshot: &Snapshot) -> String {
+    let mut text = String::with_capacity(64 * 1024);
+    write_families(&mut text, &snapshot.counters);
+    write_latencies(&mut text, &snapshot.counters);
+    for family in DEVICE_FAMILIES {
+        write_head(&mut text, family.name, family.help, "gauge");
+        for (number, device) in snapshot.ssd.iter().enumerate() {
+            let value = (family.value)(device);
+            line(&mut text, family.name, format_args!("{{device=\"{number}\"}} {value}"));
+        }
+    }
+    text
+}
+
+fn write_families(text: &mut String, numbers: &Numbers) {
+    let mut series = numbers.series();
+    for (family, _) in families() {
+        let kind: MetricKind = family.kind;
+        write_head(text, family.name, family.help(), kind.label());
+        for (family, position, value) in series.by_ref().take(family.series()) {
+            let labels = family.label_text(position);
+            match value {
+                Value::Whole(value) => line(text, family.name, format_args!("{labels} {value}")),
+                Value::Seconds(value) => line(text, family.name, format_args!("{labels} {value}")),
+            }
+        }
+    }
+}
+
+fn write_latencies(text: &mut String, numbers: &Numbers) {
+    write_head(text, LATENCY_NAME, LATENCY_HELP, "histogram");
+    for &latency in Latency::ALL {
+        let labels = format!("kind=\"{}\",stage=\"{}\"", latency.kind(), latency.stage());
+        let (sum_ns, _, buckets) = numbers.histogram(latency);
+        let mut fine = buckets.iter().enumerate();
+        let mut below = 0_u64;
+        for bits in TEXT_BUCKET_BITS {
+            let end = 1_u64 << bits;
+            for (bucket, &times) in fine.by_ref() {
+                below = below.saturating_add(times);
+                if bucket_end(bucket).is_none_or(|bucket_end| bucket_end >= end) {
+                    break;
+                }
+            }
+            let le = end as f64 / 1e9;
+            line(text, LATENCY_NAME, format_args!("_bucket{{{labels},le=\"{le}\"}} {below}"));
+        }
+        let count = fine.fold(below, |sum, (_, &times)| sum.saturating_add(times));
+        line(text, LATENCY_NAME, format_args!("_bucket{{{labels},le=\"+Inf\"}} {count}"));
+        line(text, LATENCY_NAME, format_args!("_sum{{{labels}}} {}", sum_ns as f64 / 1e9));
+        line(text, LATENCY_NAME, format_args!("_count{{{labels}}} {count}"));
+    }
+}
+
+fn write_head(text: &mut String, name: &str, help: &str, kind: &str) {
+    line(text, "# HELP ", format_args!("{name} {help}"));
+    line(text, "# TYPE ", format_args!("{name} {kind}"));
+}
+
+/// Writing to a `String` cannot fail.
+fn line(text: &mut String, start: &str, rest: std::fmt::Arguments<'_>) {
+    let _ = writeln!(text, "{start}{rest}");
+}
