@@ -1,7 +1,17 @@
 //! What the `orbitkv` command line is made of, one verb a module, and the trace readers that the
 //! tests share with it.
 
+pub mod cli;
 pub mod content;
+mod demo;
+mod exit;
+mod html;
+mod inspect;
+mod output;
+mod place;
+mod progress;
 pub mod replay;
+mod signal;
+mod table;
 pub mod trace;
 pub mod workload;

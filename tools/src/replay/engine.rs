@@ -13,7 +13,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::device::DevicePages;
 use super::job::{Job, Step};
-use super::link::{Block, Ended, Link, LinkError, PageEnd};
+use super::link::{Block, EndedOf, Link, LinkError, PageEnd};
 use super::tally::{self, Latencies, Tally};
 use crate::content::PageSpace;
 
@@ -231,11 +231,7 @@ impl<L: Link> Engine<L> {
         self.finished.push(Finished { index: job.index, tally: job.tally });
     }
 
-    fn ended(
-        &mut self,
-        slot: Slot,
-        ended: &Ended<L::Operation, L::Lease>,
-    ) -> Result<(), EngineError> {
+    fn ended(&mut self, slot: Slot, ended: &EndedOf<L>) -> Result<(), EngineError> {
         let Some(mut job) = self.jobs[slot].take() else { return Ok(()) };
         self.record_latencies(job.staged_ns, ended);
         match ended.kind {
@@ -251,7 +247,7 @@ impl<L: Link> Engine<L> {
         Ok(())
     }
 
-    fn query_ended(&self, job: &mut Job<L>, ended: &Ended<L::Operation, L::Lease>) {
+    fn query_ended(&self, job: &mut Job<L>, ended: &EndedOf<L>) {
         let named = job.query_part().len();
         let hit = (ended.pages as usize).min(named);
         if ended.code != Code::None {
@@ -274,11 +270,7 @@ impl<L: Link> Engine<L> {
     }
 
     /// Compares what came and counts the prefix that came whole as hits.
-    fn restore_ended(
-        &mut self,
-        job: &mut Job<L>,
-        ended: &Ended<L::Operation, L::Lease>,
-    ) -> Result<(), EngineError> {
+    fn restore_ended(&mut self, job: &mut Job<L>, ended: &EndedOf<L>) -> Result<(), EngineError> {
         let restored = |ends: &[PageEnd], index: usize| {
             ends.get(index).is_some_and(|end| end.outcome == PageOutcome::Restored)
         };
@@ -320,7 +312,7 @@ impl<L: Link> Engine<L> {
         Ok(())
     }
 
-    fn save_ended(&mut self, job: &mut Job<L>, ended: &Ended<L::Operation, L::Lease>) {
+    fn save_ended(&mut self, job: &mut Job<L>, ended: &EndedOf<L>) {
         for (index, block) in job.blocks.iter().enumerate() {
             match self.ends.get(index).map(|end| (end.outcome, end.code)) {
                 Some((PageOutcome::Stored, _)) => job.tally.pages_saved += 1,
@@ -337,7 +329,7 @@ impl<L: Link> Engine<L> {
         job.step = if job.next == job.hashes.len() { Step::Finish } else { Step::Save };
     }
 
-    fn record_latencies(&mut self, staged_ns: u64, ended: &Ended<L::Operation, L::Lease>) {
+    fn record_latencies(&mut self, staged_ns: u64, ended: &EndedOf<L>) {
         let times = ended.times;
         if times.observed_ns == 0 || times.published_ns == 0 {
             return;

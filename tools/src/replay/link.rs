@@ -61,6 +61,9 @@ pub(super) struct Ended<O, L> {
     pub(super) times: Times,
 }
 
+/// How an operation of one kind of session ended.
+pub(super) type EndedOf<L> = Ended<<L as Link>::Operation, <L as Link>::Lease>;
+
 /// Stages of an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Times {
@@ -115,5 +118,5 @@ pub(super) trait Link {
         &mut self,
         timeout: Duration,
         ends: &mut Vec<PageEnd>,
-    ) -> Result<Option<Ended<Self::Operation, Self::Lease>>, LinkError>;
+    ) -> Result<Option<EndedOf<Self>>, LinkError>;
 }

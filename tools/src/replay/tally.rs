@@ -6,6 +6,7 @@ use orbitkv_shm_protocol::record::Code;
 use serde::{Deserialize, Serialize};
 
 use super::latency::{Latency, LatencyPairs};
+use crate::progress::State;
 
 /// Pages of one request, or of many. Hits and misses sum to the total.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -27,6 +28,8 @@ pub(super) struct Tally {
     pub(super) bytes_verified: u64,
     /// Restored pages with a wrong byte.
     pub(super) mismatches: u64,
+    /// As `mismatches`, those of requests that were started again or never ended included.
+    pub(super) mismatches_seen: u64,
     /// Pages that a save stored.
     pub(super) pages_saved: u64,
     /// Pages that a save found present.
@@ -44,6 +47,22 @@ pub(super) struct Tally {
 }
 
 impl Tally {
+    /// Restored pages in proportion to all.
+    pub(super) fn hit_ratio(&self) -> f64 {
+        let hits = self.pages_hit_dram + self.pages_hit_ssd;
+        if self.pages_total == 0 { 0.0 } else { hits as f64 / self.pages_total as f64 }
+    }
+
+    /// What the progress display shows.
+    pub(super) fn progress(&self) -> State {
+        State {
+            requests: self.requests,
+            verified: self.pages_verified,
+            hit_percent: (self.hit_ratio() * 100.0) as u64,
+            mismatches: self.mismatches,
+        }
+    }
+
     /// Adds another tally.
     pub(super) fn add(&mut self, other: &Self) {
         self.requests += other.requests;
@@ -54,6 +73,7 @@ impl Tally {
         self.pages_verified += other.pages_verified;
         self.bytes_verified += other.bytes_verified;
         self.mismatches += other.mismatches;
+        self.mismatches_seen += other.mismatches_seen;
         self.pages_saved += other.pages_saved;
         self.pages_present += other.pages_present;
         self.requests_restarted += other.requests_restarted;

@@ -1,0 +1,77 @@
+//! The command line: one verb, its exit code, usage errors in one line.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use orbitkv_manager::config::usage_line;
+
+use crate::exit::{Exit, ToolError};
+use crate::{demo, inspect, replay};
+
+/// Node-local KV-cache offload for LLM inference engines
+#[derive(Debug, Parser)]
+#[command(
+    name = "orbitkv",
+    version,
+    disable_help_subcommand = true,
+    arg_required_else_help = false
+)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Show the product: a private Manager, several engines, every restored byte compared
+    Demo {
+        #[command(flatten)]
+        outputs: replay::OutputArgs,
+    },
+    /// Play a trace against a Manager and compare every restored byte
+    Replay(replay::ReplayArgs),
+    /// Show what a Manager holds and does; works on a hung or dead one too
+    Inspect(inspect::InspectArgs),
+    /// One engine of a replay
+    #[command(hide = true)]
+    ReplayEngine,
+}
+
+/// Runs one command line and says with which code the process ends.
+pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let cli = match Cli::try_parse_from(&arguments) {
+        Ok(cli) => cli,
+        Err(error) if !error.use_stderr() => {
+            print!("{error}");
+            return Exit::Ok.code().into();
+        }
+        Err(error) => {
+            eprintln!("orbitkv: {}; see orbitkv --help", usage(&error, &arguments));
+            return Exit::Usage.code().into();
+        }
+    };
+    let exit = dispatch(cli.verb).unwrap_or_else(|error| {
+        eprintln!("orbitkv: {error}");
+        error.exit()
+    });
+    exit.code().into()
+}
+
+fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
+    match verb {
+        Verb::Demo { outputs } => demo::run(outputs),
+        Verb::Replay(args) => replay::run(args),
+        Verb::Inspect(args) => inspect::run(&args),
+        Verb::ReplayEngine => Ok(replay::run_engine_process()),
+    }
+}
+
+/// A usage error in one line, with the flags of the verb that was meant.
+fn usage(error: &clap::Error, arguments: &[OsString]) -> String {
+    let root = Cli::command();
+    let verb = arguments.get(1).and_then(|verb| verb.to_str());
+    let command = verb.and_then(|verb| root.find_subcommand(verb)).unwrap_or(&root);
+    usage_line(error, command)
+}
