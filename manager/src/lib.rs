@@ -3,5 +3,9 @@
 
 pub mod config;
 pub mod core;
+pub mod device;
+pub mod image;
+pub mod pool;
+pub mod ssd;
 pub mod telemetry;
 pub mod units;

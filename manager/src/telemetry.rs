@@ -22,7 +22,7 @@ mod segment;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::ids::{Epoch, SessionId};
+use orbitkv_shm_protocol::ids::Epoch;
 use orbitkv_shm_protocol::inspect::{LifeState, Snapshot, now_ns};
 use orbitkv_shm_protocol::telemetry::{
     CONFIG, CONFIG_WORDS, DEVICES, DeviceRow, HTTP_WORDS, Identity, LeaseRow, ManagerState, Metric,
@@ -302,9 +302,6 @@ impl SessionSlot {
         self.0
     }
 }
-
-/// Session ids are shown as they are; this keeps the two crates' types in step.
-const _: fn(SessionId) -> u64 = mirror::session_word;
 
 #[cfg(test)]
 mod tests;

@@ -21,13 +21,11 @@
 //! make one needless system call per batch, and no more.
 
 use std::cell::Cell;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::layout::WORD_BLOCK;
+use crate::memory::{FenceSide, SharedMemory, WordReader, WordWriter, full_fence, futex_wait_many};
 pub use crate::memory::{NAP_MAX, WAIT_WORDS_MAX, WaitEnd};
-use crate::memory::{SharedMemory, WordReader, WordWriter, full_fence, futex_wait_many};
 
 /// The waiting side of a doorbell.
 #[derive(Debug)]
@@ -51,7 +49,7 @@ impl Sleeper {
         let seen = self.doorbell.load_acquire();
         debug_assert!(self.generation.get().is_multiple_of(2), "begin() twice without end()");
         self.step();
-        full_fence();
+        full_fence(FenceSide::Waiter);
         seen
     }
 
@@ -107,7 +105,7 @@ impl Ringer {
     /// publishing, once for a batch. Returns whether it made the system call.
     #[inline]
     pub fn ring(&mut self) -> bool {
-        full_fence();
+        full_fence(FenceSide::Publisher);
         let generation = self.sleep_generation.load_relaxed();
         if generation.is_multiple_of(2) || generation == self.last_woken {
             return false;
@@ -127,7 +125,9 @@ impl Ringer {
 
 /// Offset of the doorbell in the memory of a [`ControlBell`].
 const CONTROL_DOORBELL: usize = 0;
-/// Offset of the sleep generation.
+/// Offset of the generation last woken, which the ringers share.
+const CONTROL_LAST_WOKEN: usize = 8;
+/// Offset of the sleep generation, in a block of its own: the sleeper writes it.
 const CONTROL_SLEEP_GENERATION: usize = WORD_BLOCK;
 
 /// A doorbell inside one process: one sleeper, any number of ringers on any threads.
@@ -151,7 +151,7 @@ impl ControlBell {
             ringer: ControlRinger {
                 doorbell: memory.word_writer(CONTROL_DOORBELL),
                 sleep_generation: memory.word_reader(CONTROL_SLEEP_GENERATION),
-                last_woken: Arc::new(AtomicU32::new(0)),
+                last_woken: memory.word_writer(CONTROL_LAST_WOKEN),
             },
         }
     }
@@ -178,7 +178,7 @@ impl Default for ControlBell {
 pub struct ControlRinger {
     doorbell: WordWriter<u32>,
     sleep_generation: WordReader<u32>,
-    last_woken: Arc<AtomicU32>,
+    last_woken: WordWriter<u32>,
 }
 
 impl ControlRinger {
@@ -186,14 +186,14 @@ impl ControlRinger {
     /// publishing. Returns whether it made the system call.
     #[inline]
     pub fn ring(&self) -> bool {
-        full_fence();
+        full_fence(FenceSide::Publisher);
         let generation = self.sleep_generation.load_relaxed();
         if generation.is_multiple_of(2) {
             return false;
         }
         // Whoever changes it to this generation owes the wake. A ringer that was delayed here may
         // put an older generation back: that costs a needless wake, never one too few.
-        if self.last_woken.swap(generation, Ordering::AcqRel) == generation {
+        if self.last_woken.swap(generation) == generation {
             return false;
         }
         self.doorbell.increment();

@@ -7,6 +7,8 @@
 //! Only the owner of the segment could shrink it under a reader (no Manager ever does); that would
 //! end the reader by SIGBUS, as with any mapped file.
 
+mod numbers;
+mod snapshot;
 mod view;
 
 use std::os::fd::AsFd;
@@ -16,14 +18,17 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
+pub use numbers::{LatencyView, Numbers, Value};
+pub use snapshot::{LifeState, Snapshot};
 pub use view::{
-    BudgetLimits, BudgetView, DeviceView, LatencyView, LeaseView, LifeState, ManagerView, Numbers,
-    OperationView, PagesView, PoolView, RingView, SessionView, Snapshot, Value,
+    BudgetLimits, BudgetView, DeviceView, LeaseView, ManagerView, OperationView, PagesView,
+    PoolView, RingView, SessionView,
 };
 
+use crate::bootstrap::peer::lock_path;
 use crate::memory::{Access, ForkGuard, SharedMemory};
 use crate::telemetry::{
-    SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, lock_of, open_segment, owner_lives,
+    SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, open_segment, owner_lives,
     resolved_socket, segment_name,
 };
 
@@ -99,7 +104,7 @@ pub enum InspectError {
 /// [`InspectError`]; a dead or hung Manager is no error.
 pub fn read(socket: &Path) -> Result<Snapshot, InspectError> {
     let socket = resolved_socket(socket);
-    let lock = lock_of(&socket);
+    let lock = lock_path(&socket);
     let alive = owner_lives(&lock).map_err(|errno| InspectError::System {
         operation: "probe the lock",
         path: lock.clone(),
@@ -210,3 +215,6 @@ impl Patience {
         now < *self.until_ns.get_or_insert(now + RETRY_TIME_MAX.as_nanos() as u64)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,7 +8,6 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -316,12 +315,12 @@ pub fn create(
     if !geometry.is_valid() {
         return Err(SegmentError::Geometry(geometry));
     }
-    let fork = Arc::new(ForkGuard::new().map_err(|errno| SegmentError::System {
+    let fork = ForkGuard::new().map_err(|errno| SegmentError::System {
         step: Step::Map,
         segment: SegmentKind::Submission,
         bytes: 0,
         errno,
-    })?);
+    })?;
     let (submission, submission_fd) =
         create_one(SegmentKind::Submission, &geometry, session, epoch, &fork)?;
     let (completion, completion_fd) =
@@ -335,7 +334,7 @@ fn create_one(
     geometry: &Geometry,
     session: SessionId,
     epoch: Epoch,
-    fork: &Arc<ForkGuard>,
+    fork: &ForkGuard,
 ) -> Result<(SharedMemory, OwnedFd), SegmentError> {
     let bytes = segment.bytes(geometry);
     let refused = |step| move |errno| SegmentError::System { step, segment, bytes, errno };
@@ -414,7 +413,7 @@ pub fn attach(
     inspect(SegmentKind::Submission, submission.as_fd(), &expected)?;
     inspect(SegmentKind::Completion, completion.as_fd(), &expected)?;
     let refused = |segment| move |errno| AttachError::System { step: Step::Map, segment, errno };
-    let fork = Arc::new(ForkGuard::new().map_err(refused(SegmentKind::Submission))?);
+    let fork = ForkGuard::new().map_err(refused(SegmentKind::Submission))?;
     let submission = SharedMemory::map(
         submission.as_fd(),
         geometry.submission_bytes(),

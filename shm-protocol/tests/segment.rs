@@ -17,12 +17,8 @@ fn a_request_and_its_completion_cross_two_mappings() {
     let mut engine = attach(descriptors.submission, descriptors.completion, expected).unwrap();
 
     let operation = OperationId { index: 3, generation: 9 };
-    let request = Request {
-        operation,
-        deadline_ms: 5,
-        range: Default::default(),
-        body: RequestBody::Ping,
-    };
+    let request =
+        Request { operation, deadline_ms: 5, range: Default::default(), body: RequestBody::Ping };
     engine.requests.push(|sequence| request.encode(SESSION, EPOCH, sequence)).unwrap();
     assert_eq!(manager.requests.pop().unwrap(), None);
     assert!(engine.requests.publish());

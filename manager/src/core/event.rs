@@ -1,6 +1,6 @@
 //! What `core` is told: requests of engines and the ends of the work it ordered.
 
-use orbitkv_shm_protocol::ids::{EngineId, SessionId};
+use orbitkv_shm_protocol::ids::{EngineId, OperationId, SessionId};
 use orbitkv_shm_protocol::record::{PageEntry, Request};
 
 /// Nanoseconds of CLOCK_MONOTONIC. `core` has no clock of its own.
@@ -40,6 +40,14 @@ pub enum Event<'a> {
         /// Private copy of the page table range; its length is `request.range.len` unless the
         /// range does not fit the table or is too long, in which case it is empty.
         pages: &'a [PageEntry],
+    },
+    /// A request whose fields no kind of request allows: answered with `bad_request`, counted
+    /// against the session.
+    Malformed {
+        /// Who sent it.
+        session: SessionId,
+        /// The operation that it named.
+        operation: OperationId,
     },
     /// A copy ended. The device no longer touches its pages or its DRAM.
     Copied {

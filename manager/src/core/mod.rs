@@ -2,9 +2,477 @@
 //!
 //! No threads, clocks, system calls or `unsafe`. [`Event`]s with a timestamp go in, [`Effect`]s come
 //! out; the same code runs in the Manager, under the seeded simulator and in `orbitkv simulate`.
+//!
+//! | file | decides |
+//! | --- | --- |
+//! | `index`, `replacement` | which pages exist, how they are found, who was used last |
+//! | `life` | how a page gains and loses replicas, pins and its place in the tree |
+//! | `extents`, `slots` | which bytes of DRAM and SSD a page has |
+//! | `namespace`, `session`, `lease` | whose pages, who is attached, who holds what |
+//! | `admission`, `query` | what a query may lease and what it waits for |
+//! | `save`, `restore`, `flow` | what is copied and read next, in fair turns |
+//! | `spill`, `recover` | what is written to SSD and what is found there again |
+//! | `control` | release, cancel, forget, unregister, drain, closed sessions, deadlines |
 
+mod admission;
+mod control;
 mod effect;
 mod event;
+mod extents;
+mod flow;
+mod index;
+mod job;
+mod lease;
+mod life;
+mod namespace;
+mod query;
+mod recover;
+mod registration;
+mod replacement;
+mod restore;
+mod save;
+mod session;
+mod slots;
+mod spill;
+mod stats;
+mod view;
+
+use orbitkv_shm_protocol::ids::{OperationId, SessionId};
+use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
+use orbitkv_shm_protocol::record::{
+    Code, Completion, PageEntry, Request, RequestBody, RequestKind, Status,
+};
+
+use admission::Budget;
+use flow::Flow;
+use index::{Index, PageSlab};
+use job::{JobRef, Jobs};
+use lease::Leases;
+use namespace::Namespaces;
+use replacement::{ListKind, Recency};
+use session::{Session, Sessions};
+use slots::Slots;
 
 pub use effect::{CopyPage, Direction, Effect, Effects, Extent, ImageIdentity, PeerFault, Slot};
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
+pub use extents::{Extents, UNIT_BYTES};
+pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
+pub use recover::RecoveredPage;
+pub use registration::CoreRefusal;
+pub use slots::{DeviceLayout, FOOTER_BYTES, RegionGeometry, slot_bytes};
+pub use spill::SpillPolicy;
+pub use stats::{Gauges, SpillOutcome, Stats};
+pub use view::{LeaseView, NamespaceView, OperationView, SessionView};
+
+/// Everything that `core` is told once.
+#[derive(Clone, Debug)]
+pub struct CoreConfig {
+    /// Bytes of each DRAM arena; at most 1 GiB each, so that no extent crosses a piece that is
+    /// registered for fixed-buffer I/O.
+    pub arena_bytes: Vec<u64>,
+    /// SSD devices in configuration order, empty for DRAM only.
+    pub devices: Vec<DeviceLayout>,
+    /// Highest slot generation seen or recorded at start-up.
+    pub last_generation: u64,
+    /// Bytes of leases of all sessions.
+    pub query_budget_bytes: u64,
+    /// Bytes of speculative leases and hints.
+    pub speculative_budget_bytes: u64,
+    /// Bytes of leases of one session.
+    pub session_budget_bytes: u64,
+    /// Life of a lease.
+    pub lease_ttl_ns: Nanos,
+    /// Deadline of an operation that names none.
+    pub operation_timeout_ns: Nanos,
+    /// Largest page image.
+    pub page_bytes_max: u64,
+    /// Malformed requests after which a session is closed.
+    pub bad_requests_max: u32,
+    /// Bytes that one copy command moves, at least one page.
+    pub copy_quantum_bytes: u64,
+    /// Bytes that one operation may have read ahead of its copies or its answer, at least one page.
+    pub read_window_bytes: u64,
+    /// Bytes of SSD reads in flight, at least one page.
+    pub reads_in_flight_bytes: u64,
+    /// SSD read commands in flight.
+    pub reads_in_flight_max: u32,
+    /// Bytes of SSD writes handed to the tier, at least one page.
+    pub writes_in_flight_bytes: u64,
+    /// SSD write commands handed to the tier.
+    pub writes_in_flight_max: u32,
+    /// What enters the spill set.
+    pub spill_policy: SpillPolicy,
+    /// Keeps clients from choosing hash collisions: random in the Manager, fixed in tests.
+    pub hash_seed: u64,
+    /// Most namespaces of an epoch.
+    pub namespaces_max: usize,
+    /// Emit [`Effect::Dropped`].
+    pub report_drops: bool,
+}
+
+impl CoreConfig {
+    /// Defaults for a pool of `dram_bytes` without SSD: query budget half of it, speculative a
+    /// quarter of that, sessions up to the query budget.
+    pub fn with_dram(dram_bytes: u64) -> Self {
+        const PIECE: u64 = 1 << 30;
+        let pieces = dram_bytes.div_ceil(PIECE);
+        Self {
+            arena_bytes: (0..pieces).map(|i| PIECE.min(dram_bytes - i * PIECE)).collect(),
+            devices: Vec::new(),
+            last_generation: 0,
+            query_budget_bytes: dram_bytes / 2,
+            speculative_budget_bytes: dram_bytes / 8,
+            session_budget_bytes: dram_bytes / 2,
+            lease_ttl_ns: 30_000_000_000,
+            operation_timeout_ns: 5_000_000_000,
+            page_bytes_max: 64 << 20,
+            bad_requests_max: 16,
+            copy_quantum_bytes: 1 << 20,
+            read_window_bytes: 4 << 20,
+            reads_in_flight_bytes: 16 << 20,
+            reads_in_flight_max: 128,
+            writes_in_flight_bytes: 8 << 20,
+            writes_in_flight_max: 256,
+            spill_policy: SpillPolicy::All,
+            hash_seed: 0x6f72_6269_746b_7600,
+            namespaces_max: 4096,
+            report_drops: false,
+        }
+    }
+}
+
+/// The state of every page, lease, budget and operation of one Manager.
+#[derive(Debug)]
+pub struct Core {
+    config: CoreConfig,
+    pages: PageSlab,
+    index: Index,
+    extents: Extents,
+    slots: Slots,
+    namespaces: Namespaces,
+    sessions: Sessions,
+    leases: Leases,
+    jobs: Jobs,
+    flow: Flow,
+    budget: Budget,
+    /// Unpinned pages with a DRAM replica, coldest first.
+    dram: Recency,
+    /// Resident pages that wait to be written, coldest first.
+    spill: Recency,
+    spill_bytes: u64,
+    pinned_bytes: u64,
+    draining_bytes: u64,
+    /// Numbers the allocations whose own pages must not be evicted for them.
+    guard: u64,
+    /// Earliest deadline of any job; may be too early, never too late.
+    next_deadline: Nanos,
+    /// Buffers of the last lookup.
+    found: query::Found,
+    stats: Stats,
+}
+
+impl Core {
+    /// An empty Manager.
+    pub fn new(config: CoreConfig) -> Self {
+        let budget = Budget::new(
+            config.query_budget_bytes,
+            config.speculative_budget_bytes,
+            config.session_budget_bytes,
+        );
+        Self {
+            pages: PageSlab::default(),
+            index: Index::new(config.hash_seed),
+            extents: Extents::new(&config.arena_bytes),
+            slots: Slots::new(&config.devices, config.last_generation + 1),
+            namespaces: Namespaces::default(),
+            sessions: Sessions::default(),
+            leases: Leases::new(),
+            jobs: Jobs::default(),
+            flow: Flow::default(),
+            budget,
+            dram: Recency::new(ListKind::Dram),
+            spill: Recency::new(ListKind::Spill),
+            spill_bytes: 0,
+            pinned_bytes: 0,
+            draining_bytes: 0,
+            guard: 0,
+            next_deadline: Nanos::MAX,
+            found: query::Found::default(),
+            stats: Stats::default(),
+            config,
+        }
+    }
+
+    /// Takes one event and appends what follows from it. Call [`pump`](Self::pump) after the last
+    /// event of a turn.
+    pub fn handle(&mut self, now: Nanos, event: Event<'_>, out: &mut Effects) {
+        match event {
+            Event::SessionOpened { session, engine, credits, page_entries } => {
+                self.stats.sessions_opened += 1;
+                self.sessions.open(session, Session::new(engine, credits, page_entries));
+            }
+            Event::SessionClosed { session } => self.close_session(now, session, out),
+            Event::Requested { session, request, pages } => {
+                self.request(now, session, &request, pages, out);
+            }
+            Event::Malformed { session, operation } => {
+                if self.sessions.get(session).is_some_and(|s| !s.closing) {
+                    let ended = Completion::ok(operation, RequestKind::Ping);
+                    self.refuse_request(now, session, ended, Code::BadRequest, out);
+                }
+            }
+            Event::Copied { ticket, pages_done, fault, checksums } => {
+                self.copied(now, ticket, pages_done, fault, checksums, out);
+            }
+            Event::ReadEnded { ticket, fault } => self.read_ended(now, ticket, fault, out),
+            Event::WriteEnded { ticket, fault } => self.write_ended(ticket, fault, out),
+            Event::ForgetRecorded { ticket, fault } => {
+                self.forget_recorded(now, ticket, fault, out);
+            }
+            Event::Tick => self.tick(now, out),
+        }
+    }
+
+    /// Orders as many copies, reads and writes as may be in flight.
+    pub fn pump(&mut self, now: Nanos, out: &mut Effects) {
+        self.pump_reads(now, out);
+        self.pump_copies(now, out);
+        self.pump_writes(out);
+    }
+
+    fn request(
+        &mut self,
+        now: Nanos,
+        session: SessionId,
+        request: &Request,
+        pages: &[PageEntry],
+        out: &mut Effects,
+    ) {
+        let ended =
+            Completion { queued_ns: now, ..Completion::ok(request.operation, request.kind()) };
+        match self.check_request(session, request, pages) {
+            Check::Closed => return,
+            Check::NoCredit => {
+                let fault = PeerFault::NoCredit { operation: request.operation };
+                out.list.push(Effect::CloseSession { session, fault });
+                self.close_session(now, session, out);
+                return;
+            }
+            Check::Bad(code) => {
+                self.refuse_request(now, session, ended, code, out);
+                return;
+            }
+            Check::Good => {}
+        }
+        let Some(found) = self.sessions.get_mut(session) else { return };
+        found.outstanding += 1;
+        found.credits[request.operation.index as usize].last_generation =
+            request.operation.generation;
+        found.take_range(request.range);
+        let ctx =
+            Taken { now, session, range: request.range, deadline: self.deadline(now, request) };
+        match request.body {
+            RequestBody::Save { region, fence } => {
+                self.begin_save(&ctx, ended, region, fence, pages, out);
+            }
+            RequestBody::Query { scope, mode } => {
+                self.begin_query(&ctx, ended, scope, mode, pages, out);
+            }
+            RequestBody::Restore { region, lease, offset, fence, keep, by_layer } => {
+                let ask = restore::Ask { region, lease, offset, fence, keep, by_layer };
+                self.begin_restore(&ctx, ended, &ask, pages, out);
+            }
+            RequestBody::Release { lease } => self.release(&ctx, ended, lease, out),
+            RequestBody::Cancel { operation } => self.cancel(&ctx, ended, operation, out),
+            RequestBody::Prepare { scope } => self.begin_prepare(&ctx, ended, scope, pages, out),
+            RequestBody::Forget { scope } => self.begin_forget(&ctx, ended, scope, out),
+            RequestBody::Unregister { region } => self.unregister(&ctx, ended, region, out),
+            RequestBody::Ping => self.complete(&ctx, ended, out),
+            RequestBody::Drain => self.begin_drain(&ctx, ended, out),
+        }
+    }
+
+    fn deadline(&self, now: Nanos, request: &Request) -> Nanos {
+        let wait = match request.deadline_ms {
+            0 => self.config.operation_timeout_ns,
+            ms => u64::from(ms) * 1_000_000,
+        };
+        now.saturating_add(wait)
+    }
+
+    fn check_request(&self, id: SessionId, request: &Request, pages: &[PageEntry]) -> Check {
+        let Some(session) = self.sessions.get(id).filter(|session| !session.closing) else {
+            return Check::Closed;
+        };
+        if session.outstanding as usize >= session.credits.len() {
+            return Check::NoCredit;
+        }
+        let Some(credit) = session.credit(request.operation) else {
+            return Check::Bad(Code::BadRequest);
+        };
+        if credit.job.is_some() {
+            return Check::Bad(Code::OperationInUse);
+        }
+        let generation = request.operation.generation;
+        if !OperationId::generation_follows(credit.last_generation, generation) {
+            return Check::Bad(Code::BadRequest);
+        }
+        let with_pages = matches!(
+            request.kind(),
+            RequestKind::Save | RequestKind::Query | RequestKind::Restore | RequestKind::Prepare
+        );
+        let range = request.range;
+        let end = u64::from(range.start) + u64::from(range.len);
+        let fits = end <= u64::from(session.page_entries)
+            && range.len <= PAGES_PER_REQUEST_MAX
+            && pages.len() == range.len as usize;
+        if (!with_pages && range.len != 0) || !fits {
+            return Check::Bad(Code::BadRequest);
+        }
+        if range.len > 0 && !session.range_is_free(range) {
+            return Check::Bad(Code::RangeInUse);
+        }
+        Check::Good
+    }
+
+    /// Answers a request that no correct client sends. The sixteenth closes the session.
+    fn refuse_request(
+        &mut self,
+        now: Nanos,
+        session: SessionId,
+        ended: Completion,
+        code: Code,
+        out: &mut Effects,
+    ) {
+        self.stats.bad_requests += 1;
+        self.stats.operations[ended.kind as usize][Status::Error as usize] += 1;
+        let completion = Completion { status: Status::Error, code, queued_ns: now, ..ended };
+        out.list.push(Effect::Complete { session, completion, results: 0..0, results_start: 0 });
+        let Some(found) = self.sessions.get_mut(session) else { return };
+        found.bad_requests += 1;
+        if found.bad_requests >= self.config.bad_requests_max {
+            let fault = PeerFault::TooManyBadRequests { count: found.bad_requests };
+            out.list.push(Effect::CloseSession { session, fault });
+            self.close_session(now, session, out);
+        }
+    }
+
+    /// Ends an operation that has no job, without page results.
+    fn complete(&mut self, ctx: &Taken, ended: Completion, out: &mut Effects) {
+        self.complete_with(ctx, ended, 0..0, out);
+    }
+
+    /// Ends an operation that has no job with the results at `results`.
+    fn complete_with(
+        &mut self,
+        ctx: &Taken,
+        ended: Completion,
+        results: std::ops::Range<usize>,
+        out: &mut Effects,
+    ) {
+        let Some(session) = self.sessions.get_mut(ctx.session) else { return };
+        session.outstanding -= 1;
+        session.give_range(ctx.range);
+        self.stats.operations[ended.kind as usize][ended.status as usize] += 1;
+        out.list.push(Effect::Complete {
+            session: ctx.session,
+            completion: ended,
+            results,
+            results_start: ctx.range.start,
+        });
+        self.session_may_rest(ctx.now, ctx.session, out);
+    }
+
+    /// Ends an operation that has no job with an error.
+    fn fail(&mut self, ctx: &Taken, ended: Completion, code: Code, out: &mut Effects) {
+        self.complete(ctx, Completion { status: Status::Error, code, ..ended }, out);
+    }
+
+    /// Makes a job for an operation that cannot end at once.
+    fn open_job(&mut self, ctx: &Taken, ended: &Completion, stage: job::Stage) -> JobRef {
+        let reference = self.jobs.open();
+        if let Some(job) = self.jobs.get_mut(reference) {
+            job.session = ctx.session;
+            job.operation = ended.operation;
+            job.kind = ended.kind;
+            job.range = ctx.range;
+            job.deadline = ctx.deadline;
+            job.queued_ns = ctx.now;
+            job.stage = stage;
+        }
+        if let Some(session) = self.sessions.get_mut(ctx.session) {
+            session.credits[ended.operation.index as usize].job = Some(reference);
+        }
+        self.next_deadline = self.next_deadline.min(ctx.deadline);
+        reference
+    }
+
+    /// Ends a job: results of its entries, its record, then the `Cancel`s that wait for it.
+    fn end_job(&mut self, now: Nanos, reference: JobRef, ended: Completion, out: &mut Effects) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        let (id, silent, abandoned) = (job.session, job.silent, job.abandoned);
+        let (range, operation) = (job.range, job.operation);
+        let cancels = std::mem::take(&mut job.cancels);
+        let completion = Completion {
+            operation,
+            kind: job.kind,
+            queued_ns: job.queued_ns,
+            prepared_ns: job.prepared_ns,
+            copied_ns: job.copied_ns,
+            ..ended
+        };
+        let start = out.results.len();
+        if !silent && !abandoned {
+            let results = job.entries.iter().map(|entry| {
+                let (outcome, tier, code) = (entry.outcome, entry.tier, entry.code);
+                orbitkv_shm_protocol::record::PageResult::new(operation, outcome, tier, code)
+            });
+            out.results.extend(results);
+        }
+        let results = start..out.results.len();
+        self.jobs.close(reference);
+        if silent {
+            self.session_may_rest(now, id, out);
+            return;
+        }
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        session.outstanding -= 1;
+        session.give_range(range);
+        session.credits[operation.index as usize].job = None;
+        if abandoned {
+            self.stats.operations_abandoned += 1 + cancels.len() as u64;
+            session.outstanding -= cancels.len() as u32;
+        } else {
+            self.stats.operations[completion.kind as usize][completion.status as usize] += 1;
+            let results_start = range.start;
+            out.list.push(Effect::Complete { session: id, completion, results, results_start });
+            for &(operation, queued_ns) in &cancels {
+                if let Some(session) = self.sessions.get_mut(id) {
+                    session.credits[operation.index as usize].job = None;
+                }
+                let ended =
+                    Completion { queued_ns, ..Completion::ok(operation, RequestKind::Cancel) };
+                let ctx =
+                    Taken { now, session: id, range: Default::default(), deadline: Nanos::MAX };
+                self.complete(&ctx, ended, out);
+            }
+        }
+        self.session_may_rest(now, id, out);
+    }
+}
+
+/// What every operation needs to know of its request.
+#[derive(Clone, Copy, Debug)]
+struct Taken {
+    now: Nanos,
+    session: SessionId,
+    range: orbitkv_shm_protocol::record::PageRange,
+    deadline: Nanos,
+}
+
+enum Check {
+    Good,
+    Closed,
+    NoCredit,
+    Bad(Code),
+}

@@ -6,9 +6,12 @@ use std::path::Path;
 use orbitkv_shm_protocol::ids::{EngineId, LeaseId, OperationId, SessionId};
 use orbitkv_shm_protocol::record::RequestKind;
 use orbitkv_shm_protocol::telemetry::{
-    DeviceRow, LEASE_ROWS, LeaseRow, NAMESPACE_ROWS, NamespaceRow, OPERATION_ROWS, OperationRow,
-    OperationStage, SessionRow, SessionState, SsdEngine, SsdHealth, text_words,
+    DeviceFault, DeviceRow, LEASE_ROWS, LeaseRow, NAMESPACE_ROWS, NamespaceRow, OPERATION_ROWS,
+    OperationRow, OperationStage, SessionRow, SessionState, SsdEngine, SsdFault, SsdHealth,
+    text_words,
 };
+
+use crate::core::{CopyFault, IoFault};
 
 /// Name of the row that sums up the namespaces without a row of their own.
 pub const OTHER_NAMESPACES: &str = "(others)";
@@ -50,7 +53,7 @@ pub struct SessionMirror {
 impl From<SessionMirror> for SessionRow {
     fn from(session: SessionMirror) -> Self {
         Self {
-            id: session_word(session.id),
+            id: session.id.0.into(),
             pid: session.pid.into(),
             uid: session.uid.into(),
             state: session.state.to_word(),
@@ -188,6 +191,27 @@ impl From<NamespaceMirror<'_>> for NamespaceRow {
     }
 }
 
+impl From<IoFault> for SsdFault {
+    fn from(fault: IoFault) -> Self {
+        match fault {
+            IoFault::Errno(_) => Self::Errno,
+            IoFault::Short => Self::Short,
+            IoFault::Checksum => Self::Checksum,
+            IoFault::Off => Self::Off,
+        }
+    }
+}
+
+impl From<CopyFault> for DeviceFault {
+    fn from(fault: CopyFault) -> Self {
+        match fault {
+            CopyFault::Peer => Self::Peer,
+            CopyFault::Device => Self::Device,
+            CopyFault::Fence => Self::Fence,
+        }
+    }
+}
+
 /// The rows to show: all, or the largest and the sum of the rest.
 pub(super) fn namespace_rows<'a>(
     namespaces: impl IntoIterator<Item = NamespaceMirror<'a>>,
@@ -239,11 +263,6 @@ fn first_by_key<T: Copy, R: From<T>, K: Ord>(
         first.insert(at, item);
     }
     first.into_iter().map(R::from).collect()
-}
-
-/// A session id as a word of the segment.
-pub(super) const fn session_word(session: SessionId) -> u64 {
-    session.0 as u64
 }
 
 fn engine_words(engine: EngineId) -> [u64; 2] {

@@ -4,10 +4,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use orbitkv_shm_protocol::bootstrap::peer::lock_path;
 use orbitkv_shm_protocol::memory::{Access, ForkGuard, SharedMemory};
 use orbitkv_shm_protocol::telemetry::{
-    SegmentReader, TELEMETRY_BYTES, lock_of, open_segment, owner_lives, resolved_socket,
-    segment_name,
+    SegmentReader, TELEMETRY_BYTES, open_segment, owner_lives, resolved_socket, segment_name,
 };
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -169,7 +169,7 @@ fn remove_dead(name: &str, socket: &Path) -> Result<(), TelemetryError> {
         uid = Some(stat.st_uid);
         if let Some(theirs) = socket_of(&descriptor, stat.st_size)
             && theirs != socket
-            && owner_lives(&lock_of(&theirs)).unwrap_or(false)
+            && owner_lives(&lock_path(&theirs)).unwrap_or(false)
         {
             return Err(TelemetryError::Collision { name: name.into(), socket: theirs });
         }

@@ -24,10 +24,7 @@ impl PageTable {
             return false;
         }
         let start = entry_offset(&self.geometry, range.start);
-        entries.extend(
-            (0..range.len as usize)
-                .map(|i| self.memory.read::<PageEntry>(start + i * size_of::<PageEntry>())),
-        );
+        self.memory.read_many(start, range.len as usize, entries);
         true
     }
 }

@@ -1,5 +1,6 @@
 //! Closed sets of label values: the only values that a metric's label can take.
 
+use crate::bootstrap::message::Refusal;
 use crate::record::{Code, RequestKind, Status};
 
 /// A label with a closed set of values.
@@ -226,6 +227,20 @@ label_enum! {
         NoResources => "no_resources",
         /// The Manager is stopping.
         Draining => "draining",
+    }
+}
+
+impl RefuseReason {
+    /// The reason that counts a connection which was refused with `refusal`. Total.
+    pub const fn of(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::NotAllowed => Self::NotAllowed,
+            Refusal::AbiMismatch => Self::AbiMismatch,
+            Refusal::LimitReached => Self::LimitReached,
+            Refusal::NoResources => Self::NoResources,
+            Refusal::Draining => Self::Draining,
+            _ => Self::BadMessage,
+        }
     }
 }
 

@@ -20,13 +20,6 @@ pub fn resolved_socket(socket: &Path) -> PathBuf {
     }
 }
 
-/// The lock whose holder owns the socket: `SOCKET.lock`. Holding it is the only proof of life.
-pub fn lock_of(socket: &Path) -> PathBuf {
-    let mut name = socket.as_os_str().to_owned();
-    name.push(".lock");
-    name.into()
-}
-
 /// Name of the segment of a Manager: of its owner, and of its socket as [`resolved_socket`] gives
 /// it. Two sockets of one owner can share a name only by a 64-bit hash collision; the header has
 /// the socket's path, which both sides compare.
@@ -58,7 +51,7 @@ pub fn open_segment(name: &str, writable: bool) -> Result<(OwnedFd, Stat), Errno
     Ok((descriptor, stat))
 }
 
-/// Whether some process holds the lock file: probed with a shared lock that is given back at once,
+/// Whether some process holds the lock file (see [`crate::bootstrap::peer::lock_path`]): probed with a shared lock that is given back at once,
 /// never waiting. A Manager that starts in this very moment tries again.
 ///
 /// # Errors
@@ -96,7 +89,6 @@ mod tests {
         let plain = folder.join("orbitkv-name.sock");
         assert_eq!(resolved_socket(&folder.join("./orbitkv-name.sock")), plain);
         assert_eq!(resolved_socket(&folder.join("../").join(&plain)), plain);
-        assert_eq!(lock_of(Path::new("/a/b.sock")), Path::new("/a/b.sock.lock"));
         // A folder that is not there still gives a name.
         assert_eq!(resolved_socket(Path::new("/nowhere/x")), Path::new("/nowhere/x"));
     }

@@ -1,0 +1,367 @@
+//! Ends of things: release, cancel, forget, unregister, drain, closed sessions, deadlines.
+
+use orbitkv_shm_protocol::ids::{LeaseId, OperationId, RegionId, ScopeId, SessionId};
+use orbitkv_shm_protocol::record::{Code, Completion, Status};
+
+use super::effect::{Effect, Effects};
+use super::event::{IoFault, Nanos, Ticket};
+use super::flow::Work;
+use super::job::{JobRef, Stage};
+use super::namespace::NamespaceId;
+use super::stats::SpillOutcome;
+use super::{Core, Taken};
+
+impl Core {
+    pub(super) fn release(
+        &mut self,
+        ctx: &Taken,
+        ended: Completion,
+        reference: LeaseId,
+        out: &mut Effects,
+    ) {
+        let engine = self.sessions.get(ctx.session).map(|session| session.engine);
+        let lease = self.leases.get_mut(reference);
+        let Some(lease) = lease.filter(|lease| lease.group == engine && lease.granted) else {
+            return self.fail(ctx, ended, Code::UnknownLease, out);
+        };
+        if lease.closed {
+            let code = if lease.expired { Code::ExpiredLease } else { Code::UnknownLease };
+            return self.fail(ctx, ended, code, out);
+        }
+        let ended = Completion { pages: lease.live_pages, bytes: lease.bytes, ..ended };
+        if lease.users > 0 {
+            // Its running copies end it.
+            lease.closed = true;
+            self.leases.stop_clock(reference);
+        } else {
+            self.end_lease(reference, out);
+        }
+        self.complete(ctx, ended, out);
+        self.admit_waiting(ctx.now, out);
+    }
+
+    pub(super) fn cancel(
+        &mut self,
+        ctx: &Taken,
+        ended: Completion,
+        target: OperationId,
+        out: &mut Effects,
+    ) {
+        let session = self.sessions.get(ctx.session);
+        let credit = session.and_then(|session| session.credit(target)).and_then(|c| c.job);
+        let reference = credit.filter(|&reference| {
+            self.jobs.get(reference).is_some_and(|job| job.operation == target)
+        });
+        let Some(reference) = reference else {
+            // It has ended already: its terminal record precedes this one.
+            return self.complete(ctx, ended, out);
+        };
+        if let Some(session) = self.sessions.get_mut(ctx.session) {
+            session.credits[ended.operation.index as usize].job = Some(reference);
+        }
+        if let Some(job) = self.jobs.get_mut(reference) {
+            job.cancels.push((ended.operation, ctx.now));
+        }
+        self.stop_job(ctx.now, reference, Code::Cancelled, out);
+    }
+
+    /// Makes a job end as soon as nothing of it is in flight.
+    fn stop_job(&mut self, now: Nanos, reference: JobRef, code: Code, out: &mut Effects) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        let deadline = code == Code::Deadline;
+        match job.stage {
+            Stage::Idle | Stage::Forget { .. } | Stage::Unregister { .. } => {}
+            Stage::Wait { .. } => {
+                let (id, operation, kind) = (job.session, job.operation, job.kind);
+                for entry in &mut job.entries {
+                    if entry.state != super::job::EntryState::Anchor {
+                        entry.end(orbitkv_shm_protocol::record::PageOutcome::Miss, code);
+                    }
+                }
+                if let Some(session) = self.sessions.get_mut(id) {
+                    session.waiting.retain(|&waiting| waiting != reference);
+                }
+                let ended = Completion::ok(operation, kind);
+                self.end_job(now, reference, Self::stopped(code, 0, ended), out);
+                self.admit_waiting(now, out);
+            }
+            Stage::Fill { lease, pending, .. } => {
+                let over_budget = job.stop.is_some_and(|stop| stop.code == Code::OverBudget);
+                if over_budget {
+                    job.stop = None;
+                }
+                job.stop_at(code, None);
+                if lease.is_some() && deadline {
+                    // What is there is granted; reads in flight belong to their pages.
+                    let resident = self.resident_prefix(reference);
+                    if let Some(job) = self.jobs.get_mut(reference)
+                        && let Stage::Fill { cut, .. } = &mut job.stage
+                    {
+                        *cut = resident.min(*cut);
+                    }
+                    self.finish_fill(now, reference, out);
+                } else if pending == 0 {
+                    self.finish_fill(now, reference, out);
+                }
+            }
+            Stage::Save { .. } => {
+                job.stop_at(code, None);
+                self.save_advanced(now, reference, out);
+            }
+            Stage::Restore { .. } => {
+                job.stop_at(code, None);
+                self.restore_may_end(now, reference, out);
+            }
+            Stage::Drain => {
+                let (id, operation, kind) = (job.session, job.operation, job.kind);
+                if let Some(session) = self.sessions.get_mut(id) {
+                    session.drains.retain(|&drain| drain != reference);
+                }
+                let ended = Completion::ok(operation, kind);
+                self.end_job(now, reference, Self::stopped(code, 0, ended), out);
+            }
+        }
+    }
+
+    /// Query positions whose pages are all in DRAM, counted from the first.
+    fn resident_prefix(&self, reference: JobRef) -> u32 {
+        let Some(job) = self.jobs.get(reference) else { return 0 };
+        let missing = job.fill.iter().find(|fill| !self.pages[fill.page].is_resident());
+        missing.map_or(u32::MAX, |fill| fill.position)
+    }
+
+    pub(super) fn begin_forget(
+        &mut self,
+        ctx: &Taken,
+        ended: Completion,
+        scope: ScopeId,
+        out: &mut Effects,
+    ) {
+        let session = self.sessions.get(ctx.session);
+        let Some(members) = session.and_then(|s| s.scope(scope)).map(|s| s.members().to_vec())
+        else {
+            return self.fail(ctx, ended, Code::UnknownScope, out);
+        };
+        let (mut pages, mut bytes) = (0, 0);
+        let durable = !self.slots.is_empty();
+        let reference = durable
+            .then(|| self.open_job(ctx, &ended, Stage::Forget { pending: members.len() as u32 }));
+        for namespace in members {
+            let image = u64::from(self.namespaces.get(namespace).image_bytes);
+            let fingerprint = self.namespaces.get(namespace).fingerprint;
+            let forgotten = self.forget_namespace(namespace, out);
+            pages += forgotten;
+            bytes += forgotten * image;
+            if durable {
+                let generation = self.slots.take_generation();
+                let ticket = self.flow.start(Work::Forget { job: reference });
+                out.list.push(Effect::RecordForget { ticket, namespace: fingerprint, generation });
+            }
+        }
+        self.stats.pages_forgotten += pages;
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        match reference.and_then(|reference| self.jobs.get_mut(reference)) {
+            Some(job) => {
+                job.bytes = bytes;
+                job.found = pages;
+            }
+            None => self.complete(ctx, Completion { pages, bytes, ..ended }, out),
+        }
+    }
+
+    /// Makes every page of a namespace unfindable at once. Returns how many there were.
+    fn forget_namespace(&mut self, old: NamespaceId, out: &mut Effects) -> u64 {
+        let new = self.namespaces.forget(old);
+        for (_, session) in self.sessions.iter_mut() {
+            for scope in &mut session.scopes {
+                scope.replace(old, new);
+            }
+            for region in session.regions.iter_mut().flatten() {
+                if region.namespace == old {
+                    region.namespace = new;
+                }
+            }
+        }
+        let mut dropped = 0;
+        while let Some(page) = self.namespaces.get(old).pages.coldest() {
+            // Children are colder or hotter here; the deepest of this subtree goes first.
+            let mut at = page;
+            while let Some(child) = self.pages.first_child(at) {
+                at = child;
+            }
+            self.drop_page(at, SpillOutcome::Superseded, out);
+            dropped += 1;
+        }
+        dropped
+    }
+
+    pub(super) fn forget_recorded(
+        &mut self,
+        now: Nanos,
+        ticket: Ticket,
+        fault: Option<IoFault>,
+        out: &mut Effects,
+    ) {
+        let Work::Forget { job: Some(reference) } = self.flow.end(ticket) else { return };
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        if fault.is_some() {
+            job.stop_at(Code::IoError, None);
+        }
+        let Stage::Forget { pending } = &mut job.stage else { return };
+        *pending -= 1;
+        if *pending > 0 {
+            return;
+        }
+        let code = job.stop.map_or(Code::None, |stop| stop.code);
+        let mut ended = Completion::ok(job.operation, job.kind);
+        ended.pages = job.found;
+        ended.bytes = job.bytes;
+        // Without the record a restart could find the pages again: say so.
+        if code != Code::None {
+            (ended.status, ended.code) = (Status::Partial, code);
+        }
+        self.end_job(now, reference, ended, out);
+    }
+
+    pub(super) fn unregister(
+        &mut self,
+        ctx: &Taken,
+        ended: Completion,
+        region: RegionId,
+        out: &mut Effects,
+    ) {
+        let session = self.sessions.get(ctx.session);
+        let Some(users) = session.and_then(|s| s.region(region)).map(|region| region.users) else {
+            return self.fail(ctx, ended, Code::UnknownRegion, out);
+        };
+        if users == 0 {
+            self.end_region(ctx.session, region, out);
+            return self.complete(ctx, ended, out);
+        }
+        let reference = self.open_job(ctx, &ended, Stage::Unregister { region });
+        if let Some(found) =
+            self.sessions.get_mut(ctx.session).and_then(|session| session.region_mut(region))
+        {
+            found.ending = Some(reference);
+        }
+    }
+
+    /// A save or restore no longer uses the region.
+    pub(super) fn leave_region(
+        &mut self,
+        now: Nanos,
+        id: SessionId,
+        region: RegionId,
+        out: &mut Effects,
+    ) {
+        let Some(found) = self.sessions.get_mut(id).and_then(|s| s.region_mut(region)) else {
+            return;
+        };
+        found.users -= 1;
+        let Some(reference) = found.ending.filter(|_| found.users == 0) else { return };
+        self.end_region(id, region, out);
+        if let Some(job) = self.jobs.get(reference) {
+            let ended = Completion::ok(job.operation, job.kind);
+            self.end_job(now, reference, ended, out);
+        }
+    }
+
+    fn end_region(&mut self, session: SessionId, region: RegionId, out: &mut Effects) {
+        if let Some(found) = self.sessions.get_mut(session)
+            && let Some(slot) = found.regions.get_mut(region.0 as usize)
+        {
+            *slot = None;
+            out.list.push(Effect::RegionEnded { session, region });
+        }
+    }
+
+    pub(super) fn begin_drain(&mut self, ctx: &Taken, ended: Completion, out: &mut Effects) {
+        let reference = self.open_job(ctx, &ended, Stage::Drain);
+        if let Some(session) = self.sessions.get_mut(ctx.session) {
+            session.drains.push(reference);
+        }
+        self.session_may_rest(ctx.now, ctx.session, out);
+    }
+
+    /// Ends drains of a session that owns nothing, and the session itself when it is closing.
+    pub(super) fn session_may_rest(&mut self, now: Nanos, id: SessionId, out: &mut Effects) {
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        if session.closing {
+            if session.outstanding == 0 && session.copies == 0 {
+                self.sessions.close(id);
+                self.stats.sessions_ended += 1;
+                out.list.push(Effect::SessionEnded { session: id });
+            }
+            return;
+        }
+        let drains = session.drains.len();
+        if drains > 0 && session.outstanding as usize == drains && session.leased_bytes == 0 {
+            for reference in std::mem::take(&mut session.drains) {
+                if let Some(job) = self.jobs.get(reference) {
+                    let ended = Completion::ok(job.operation, job.kind);
+                    self.end_job(now, reference, ended, out);
+                }
+            }
+        }
+    }
+
+    /// The client is gone. Its waiting work ends now, its copies when they end.
+    pub(super) fn close_session(&mut self, now: Nanos, id: SessionId, out: &mut Effects) {
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        if std::mem::replace(&mut session.closing, true) {
+            return;
+        }
+        let engine = session.engine;
+        let mut jobs: Vec<_> = session.credits.iter().filter_map(|credit| credit.job).collect();
+        let silent = self.jobs.iter().filter(|(_, job)| job.session == id && job.silent);
+        jobs.extend(silent.map(|(reference, _)| reference));
+        for reference in jobs {
+            if let Some(job) = self.jobs.get_mut(reference) {
+                job.abandoned = true;
+                self.stop_job(now, reference, Code::Cancelled, out);
+            }
+        }
+        let group_lives = self.sessions.group_lives(engine);
+        self.end_group_leases(id, group_lives, out);
+        self.sessions.turn.retain(|&other| other != id);
+        self.session_may_rest(now, id, out);
+        self.admit_waiting(now, out);
+    }
+
+    pub(super) fn tick(&mut self, now: Nanos, out: &mut Effects) {
+        while let Some((expires, reference)) = self.leases.next_expiry().filter(|e| e.0 <= now) {
+            debug_assert!(expires <= now);
+            self.stats.leases_expired += 1;
+            self.leases.stop_clock(reference);
+            let Some(lease) = self.leases.get_mut(reference) else { break };
+            lease.closed = true;
+            lease.expired = true;
+            let (users, session) = (lease.users, lease.session);
+            if users == 0 {
+                self.end_lease(reference, out);
+                if let Some(session) = session {
+                    self.session_may_rest(now, session, out);
+                }
+            }
+        }
+        self.admit_waiting(now, out);
+        if now < self.next_deadline {
+            return;
+        }
+        let late: Vec<_> = self
+            .jobs
+            .iter()
+            .filter(|(_, job)| {
+                job.deadline <= now && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
+            })
+            .map(|(reference, _)| reference)
+            .collect();
+        for reference in late {
+            self.stop_job(now, reference, Code::Deadline, out);
+        }
+        let waiting = self.jobs.iter().filter(|(_, job)| {
+            job.stop.is_none_or(|stop| stop.code == Code::OverBudget) && job.deadline > now
+        });
+        self.next_deadline = waiting.map(|(_, job)| job.deadline).min().unwrap_or(Nanos::MAX);
+    }
+}

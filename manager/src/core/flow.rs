@@ -1,0 +1,518 @@
+//! What is copied and read next: fair turns between operations, bounded work in flight.
+//!
+//! Operations with work to hand out stand in a queue; each gets one bounded command a turn, so a
+//! large restore never convoys a small one.
+
+use std::collections::VecDeque;
+
+use orbitkv_shm_protocol::ids::SessionId;
+use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
+
+use super::Core;
+use super::effect::{CopyPage, Direction, Effect, Effects, ImageIdentity, Slot};
+use super::event::{CopyFault, IoFault, Nanos, Ticket};
+use super::index::PageId;
+use super::job::{EntryState, JobRef, Stage};
+use super::life::EvictionCursor;
+use super::query::charge;
+use super::stats::SpillOutcome;
+
+/// Copy commands in flight in one direction.
+const COPIES_IN_FLIGHT_MAX: u32 = 4;
+/// Copy commands in flight of one operation.
+const COPIES_PER_JOB_MAX: u32 = 2;
+const NIL: u32 = u32::MAX;
+
+/// Work that was ordered and has not ended.
+#[derive(Debug)]
+pub(super) enum Work {
+    Free,
+    Copy { job: JobRef, session: SessionId, direction: Direction, first: u32, len: u32 },
+    Read { page: PageId, bytes: u64 },
+    Write { page: PageId, slot: Slot, image: ImageIdentity, bytes: u64 },
+    Forget { job: Option<JobRef> },
+}
+
+/// An operation that waits for a page to be read.
+#[derive(Clone, Copy, Debug)]
+struct Waiter {
+    job: JobRef,
+    /// Query position, or entry of a restore.
+    position: u32,
+    next: u32,
+}
+
+/// Queues, tickets and counts of everything in flight.
+#[derive(Debug, Default)]
+pub(super) struct Flow {
+    work: Vec<(u32, Work)>,
+    free: Vec<u32>,
+    waiters: Vec<Waiter>,
+    free_waiters: Vec<u32>,
+    saves: VecDeque<JobRef>,
+    restores: VecDeque<JobRef>,
+    readers: VecDeque<JobRef>,
+    /// Restores without memory for their next read.
+    pub(super) starved: VecDeque<JobRef>,
+    copies_in_flight: [u32; 2],
+    pub(super) reads_in_flight: u32,
+    reads_bytes: u64,
+    pub(super) writes_in_flight: u32,
+    pub(super) writes_bytes: u64,
+}
+
+impl Flow {
+    pub(super) fn start(&mut self, work: Work) -> Ticket {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.work.push((1, Work::Free));
+            self.work.len() as u32 - 1
+        });
+        let slot = &mut self.work[index as usize];
+        slot.1 = work;
+        Ticket(u64::from(slot.0) << 32 | u64::from(index))
+    }
+
+    /// Ends a ticket. `Work::Free` when it names nothing in flight.
+    pub(super) fn end(&mut self, ticket: Ticket) -> Work {
+        let (serial, index) = ((ticket.0 >> 32) as u32, ticket.0 as u32);
+        let Some(slot) = self.work.get_mut(index as usize) else { return Work::Free };
+        if slot.0 != serial || matches!(slot.1, Work::Free) {
+            return Work::Free;
+        }
+        slot.0 = slot.0.wrapping_add(1);
+        self.free.push(index);
+        std::mem::replace(&mut slot.1, Work::Free)
+    }
+
+    pub(super) fn copies_in_flight(&self) -> u32 {
+        self.copies_in_flight.iter().sum()
+    }
+}
+
+impl Core {
+    /// Puts a job into the queue for its next copy, once.
+    pub(super) fn queue_copy(&mut self, reference: JobRef) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        if job.queued_for_copy {
+            return;
+        }
+        job.queued_for_copy = true;
+        match job.stage {
+            Stage::Save { .. } => self.flow.saves.push_back(reference),
+            _ => self.flow.restores.push_back(reference),
+        }
+    }
+
+    /// Puts a job into the queue for its next read, once.
+    pub(super) fn queue_read(&mut self, reference: JobRef) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        if !job.queued_for_read {
+            job.queued_for_read = true;
+            self.flow.readers.push_back(reference);
+        }
+    }
+
+    pub(super) fn pump_copies(&mut self, now: Nanos, out: &mut Effects) {
+        for direction in [Direction::Save, Direction::Restore] {
+            while self.flow.copies_in_flight[direction as usize] < COPIES_IN_FLIGHT_MAX {
+                let queue = match direction {
+                    Direction::Save => &mut self.flow.saves,
+                    Direction::Restore => &mut self.flow.restores,
+                };
+                let Some(reference) = queue.pop_front() else { break };
+                let Some(job) = self.jobs.get_mut(reference) else { continue };
+                job.queued_for_copy = false;
+                if job.stop.is_some() || job.copies >= COPIES_PER_JOB_MAX {
+                    continue;
+                }
+                if self.issue_copy(now, reference, direction, out) {
+                    self.queue_copy(reference);
+                }
+            }
+        }
+    }
+
+    /// Orders the next command of a job. True when it may have another.
+    fn issue_copy(
+        &mut self,
+        now: Nanos,
+        reference: JobRef,
+        direction: Direction,
+        out: &mut Effects,
+    ) -> bool {
+        let Some(job) = self.jobs.get_mut(reference) else { return false };
+        let (region, fence, next_issue) = match &mut job.stage {
+            Stage::Save { region, fence, next_issue, .. }
+            | Stage::Restore { region, fence, next_issue, .. } => (*region, *fence, next_issue),
+            _ => return false,
+        };
+        let session = job.session;
+        let pages_start = out.copies.len();
+        let total = job.entries.len() as u32;
+        let (mut bytes, mut at) = (0_u64, *next_issue);
+        let mut first = None;
+        while at < total {
+            let entry = &job.entries[at as usize];
+            if entry.state != EntryState::Pending {
+                if first.is_some() {
+                    break;
+                }
+                at += 1;
+                continue;
+            }
+            let extent = match direction {
+                Direction::Save => entry.extent,
+                Direction::Restore => {
+                    let page = entry.page.map(|page| &self.pages[page]);
+                    page.filter(|page| page.is_resident()).and_then(|page| page.extent)
+                }
+            };
+            let Some(extent) = extent else { break };
+            let len = u64::from(extent.bytes);
+            if first.is_some() && bytes + len > self.config.copy_quantum_bytes {
+                break;
+            }
+            bytes += len;
+            first = first.or(Some(at));
+            out.copies.push(CopyPage { device_page: entry.device_page, extent });
+            at += 1;
+        }
+        let Some(first) = first else {
+            return false;
+        };
+        let last = !job.entries[at as usize..].iter().any(|e| e.state == EntryState::Pending);
+        if direction == Direction::Restore && last && job.copies > 0 {
+            // The command that carries the done word goes out alone, so that the word never
+            // says "done" beside an earlier command that failed.
+            out.copies.truncate(pages_start);
+            return false;
+        }
+        *next_issue = at;
+        for entry in &mut job.entries[first as usize..at as usize] {
+            entry.state = EntryState::Copying;
+            if direction == Direction::Restore
+                && let Some(page) = entry.page
+            {
+                self.pages[page].io += 1;
+            }
+        }
+        job.copies += 1;
+        if job.prepared_ns == 0 {
+            job.prepared_ns = now;
+        }
+        let done = (direction == Direction::Restore && last).then_some(job.operation);
+        let len = at - first;
+        let work = Work::Copy { job: reference, session, direction, first, len };
+        let ticket = self.flow.start(work);
+        self.flow.copies_in_flight[direction as usize] += 1;
+        if let Some(session) = self.sessions.get_mut(session) {
+            session.copies += 1;
+        }
+        let pages = pages_start..out.copies.len();
+        out.list.push(Effect::Copy { ticket, direction, session, region, pages, fence, done });
+        !last
+    }
+
+    pub(super) fn copied(
+        &mut self,
+        now: Nanos,
+        ticket: Ticket,
+        pages_done: u32,
+        fault: Option<CopyFault>,
+        checksums: &[u64],
+        out: &mut Effects,
+    ) {
+        let Work::Copy { job: reference, session, direction, first, len } = self.flow.end(ticket)
+        else {
+            return;
+        };
+        self.flow.copies_in_flight[direction as usize] -= 1;
+        if let Some(found) = self.sessions.get_mut(session) {
+            found.copies -= 1;
+        }
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        job.copies -= 1;
+        job.copied_ns = now;
+        let code = match fault {
+            None => Code::None,
+            Some(CopyFault::Fence) => Code::BadFence,
+            Some(CopyFault::Peer | CopyFault::Device) => Code::DeviceError,
+        };
+        let done = if fault.is_none() { len } else { pages_done.min(len) };
+        for offset in 0..len {
+            let entry = &mut job.entries[(first + offset) as usize];
+            let good = offset < done;
+            match direction {
+                Direction::Save if good => {
+                    entry.state = EntryState::Copied;
+                    entry.checksum = checksums.get(offset as usize).copied().unwrap_or(0);
+                }
+                Direction::Restore if good => entry.end(PageOutcome::Restored, Code::None),
+                _ => entry.end(PageOutcome::Refused, code),
+            }
+        }
+        if fault.is_some() {
+            job.stop_at(code, Some(first + done));
+        }
+        match direction {
+            Direction::Save => self.save_advanced(now, reference, out),
+            Direction::Restore => self.restore_advanced(now, reference, first, len, out),
+        }
+        self.session_may_rest(now, session, out);
+    }
+
+    pub(super) fn pump_reads(&mut self, now: Nanos, out: &mut Effects) {
+        // Each job gets one page a turn; one that cannot go on leaves the queue.
+        while self.may_read() {
+            let Some(reference) = self.flow.readers.pop_front() else { return };
+            let Some(job) = self.jobs.get_mut(reference) else { continue };
+            job.queued_for_read = false;
+            if job.stop.is_some_and(|stop| stop.code != Code::OverBudget) {
+                continue;
+            }
+            let more = match job.stage {
+                Stage::Fill { .. } => self.issue_fill(now, reference, out),
+                Stage::Restore { .. } => self.issue_restore_read(now, reference, out),
+                _ => false,
+            };
+            if more {
+                self.queue_read(reference);
+            }
+        }
+    }
+
+    fn may_read(&self) -> bool {
+        self.flow.reads_in_flight == 0
+            || (self.flow.reads_in_flight < self.config.reads_in_flight_max
+                && self.flow.reads_bytes < self.config.reads_in_flight_bytes)
+    }
+
+    /// Orders the next read of a query or hint. True when it may have another.
+    fn issue_fill(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) -> bool {
+        let Some(job) = self.jobs.get_mut(reference) else { return false };
+        let window = self.config.read_window_bytes;
+        let Stage::Fill { next_issue, pending, cut, .. } = &mut job.stage else { return false };
+        let at = job.fill.get(*next_issue as usize).copied().filter(|fill| fill.position < *cut);
+        let Some(FillNext { page, position }) = at.map(FillNext::from) else {
+            if *pending == 0 {
+                self.finish_fill(now, reference, out);
+            }
+            return false;
+        };
+        let image = charge(self.namespaces.get(self.pages[page].namespace).image_bytes);
+        if *pending > 0 && u64::from(*pending) * image >= window {
+            return false;
+        }
+        *next_issue += 1;
+        let started = self.read_page(page, out);
+        let Some(job) = self.jobs.get_mut(reference) else { return false };
+        let Stage::Fill { pending, cut, .. } = &mut job.stage else { return false };
+        match started {
+            ReadStart::Resident => true,
+            ReadStart::Waits => {
+                *pending += 1;
+                self.wait_for_page(page, reference, position);
+                true
+            }
+            ReadStart::NoMemory | ReadStart::Gone => {
+                // Nothing waits while it holds a partial lease: cut here.
+                *cut = position.min(*cut);
+                let ended = *pending == 0;
+                let code = if started == ReadStart::Gone { Code::IoError } else { Code::NoMemory };
+                job.stop = None;
+                job.stop_at(code, None);
+                if ended {
+                    self.finish_fill(now, reference, out);
+                }
+                false
+            }
+        }
+    }
+
+    /// Starts to read a page into DRAM unless it is there or on its way.
+    pub(super) fn read_page(&mut self, page: PageId, out: &mut Effects) -> ReadStart {
+        let found = &self.pages[page];
+        if found.is_resident() {
+            return ReadStart::Resident;
+        }
+        if found.reading {
+            return ReadStart::Waits;
+        }
+        let (Some(slot), true) = (found.slot, found.indexed || found.pins > 0) else {
+            return ReadStart::Gone;
+        };
+        let (namespace, checksum) = (found.namespace, found.checksum);
+        let image_bytes = self.namespaces.get(namespace).image_bytes;
+        let mut cursor = EvictionCursor::default();
+        let Some(extent) = self.allocate(charge(image_bytes), u64::MAX, &mut cursor, out) else {
+            return ReadStart::NoMemory;
+        };
+        self.attach_extent(page, extent);
+        if !self.pages[page].indexed {
+            self.draining_bytes += u64::from(extent.bytes);
+        }
+        let found = &mut self.pages[page];
+        found.reading = true;
+        found.io += 1;
+        let bytes = u64::from(extent.bytes);
+        let ticket = self.flow.start(Work::Read { page, bytes });
+        self.flow.reads_in_flight += 1;
+        self.flow.reads_bytes += bytes;
+        out.list.push(Effect::Read { ticket, slot, extent, image_bytes, checksum });
+        ReadStart::Waits
+    }
+
+    /// Tells `job` when the read of `page` has ended.
+    pub(super) fn wait_for_page(&mut self, page: PageId, job: JobRef, position: u32) {
+        let next = self.pages[page].waiters;
+        let waiter = Waiter { job, position, next };
+        let index = match self.flow.free_waiters.pop() {
+            Some(index) => {
+                self.flow.waiters[index as usize] = waiter;
+                index
+            }
+            None => {
+                self.flow.waiters.push(waiter);
+                self.flow.waiters.len() as u32 - 1
+            }
+        };
+        self.pages[page].waiters = index;
+    }
+
+    pub(super) fn read_ended(
+        &mut self,
+        now: Nanos,
+        ticket: Ticket,
+        fault: Option<IoFault>,
+        out: &mut Effects,
+    ) {
+        let Work::Read { page, bytes } = self.flow.end(ticket) else { return };
+        self.flow.reads_in_flight -= 1;
+        self.flow.reads_bytes -= bytes;
+        let found = &mut self.pages[page];
+        found.reading = false;
+        found.io -= 1;
+        let mut waiter = std::mem::replace(&mut found.waiters, NIL);
+        match fault {
+            None => {
+                self.stats.ssd_pages_read += 1;
+                self.stats.ssd_bytes_read += bytes;
+            }
+            Some(fault) => {
+                self.stats.ssd_read_errors[fault.index()] += 1;
+                let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
+                if self.pages[page].io == 0 {
+                    self.detach_extent(page);
+                }
+                self.detach_slot(page, retire, out);
+                // Without a replica it is gone, and everything behind it.
+                if self.pages[page].indexed {
+                    self.pages[page].pins += 1;
+                    self.drop_subtree(page, SpillOutcome::Failed, out);
+                    self.pages[page].pins -= 1;
+                }
+            }
+        }
+        while waiter != NIL {
+            let Waiter { job, position, next } = self.flow.waiters[waiter as usize];
+            self.flow.free_waiters.push(waiter);
+            waiter = next;
+            self.page_arrived(now, job, position, fault, out);
+        }
+        if self.pages[page].indexed {
+            if self.pages[page].pins == 0 {
+                self.touch_upwards(Some(page), 0);
+            }
+        } else {
+            self.bury(page, out);
+        }
+        self.feed_starved();
+    }
+
+    fn page_arrived(
+        &mut self,
+        now: Nanos,
+        reference: JobRef,
+        position: u32,
+        fault: Option<IoFault>,
+        out: &mut Effects,
+    ) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        match &mut job.stage {
+            Stage::Fill { pending, cut, .. } => {
+                *pending -= 1;
+                if fault.is_some() {
+                    *cut = position.min(*cut);
+                }
+                if job.stop.is_some_and(|stop| stop.code == Code::Cancelled) || fault.is_some() {
+                    if *pending == 0 {
+                        self.finish_fill(now, reference, out);
+                    }
+                    return;
+                }
+                let all_issued = job.fill.len();
+                let Stage::Fill { next_issue, pending, cut, .. } = job.stage else { return };
+                let rest = job.fill[(next_issue as usize).min(all_issued)..].iter();
+                let more = rest.clone().any(|fill| fill.position < cut);
+                let stopped = job.stop.is_some_and(|stop| stop.code != Code::OverBudget);
+                if pending == 0 && (!more || stopped) {
+                    self.finish_fill(now, reference, out);
+                } else if more && !stopped {
+                    self.queue_read(reference);
+                }
+            }
+            Stage::Restore { .. } => {
+                self.restore_page_arrived(now, reference, position, fault, out)
+            }
+            _ => {}
+        }
+    }
+
+    /// Lets restores that had no memory try again.
+    pub(super) fn feed_starved(&mut self) {
+        for _ in 0..self.flow.starved.len() {
+            let Some(reference) = self.flow.starved.pop_front() else { return };
+            if let Some(job) = self.jobs.get_mut(reference)
+                && let Stage::Restore { waits_for_memory, .. } = &mut job.stage
+            {
+                *waits_for_memory = false;
+                self.queue_read(reference);
+            }
+        }
+    }
+
+    /// An error completion of a job that stops with `code`, or a partial one when it did part of
+    /// its work.
+    pub(super) fn stopped(code: Code, pages: u32, ended: Completion) -> Completion {
+        let status = match code {
+            Code::None => Status::Ok,
+            _ if pages > 0 => Status::Partial,
+            _ => Status::Error,
+        };
+        Completion { status, code, ..ended }
+    }
+}
+
+/// How an order to read a page went.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum ReadStart {
+    /// It is in DRAM.
+    Resident,
+    /// A read is on its way.
+    Waits,
+    /// No page could be evicted for it.
+    NoMemory,
+    /// It is in no tier any more.
+    Gone,
+}
+
+struct FillNext {
+    page: PageId,
+    position: u32,
+}
+
+impl From<super::job::FillPage> for FillNext {
+    fn from(fill: super::job::FillPage) -> Self {
+        Self { page: fill.page, position: fill.position }
+    }
+}

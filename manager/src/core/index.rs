@@ -1,0 +1,264 @@
+//! The pages that exist and how they are found: a slab, a hash index and the prefix tree.
+
+use std::ops::{Index as IndexOp, IndexMut};
+
+use hashbrown::HashTable;
+use orbitkv_shm_protocol::ids::PageHash;
+
+use super::effect::{Extent, Slot};
+use super::namespace::NamespaceId;
+use super::replacement::{LINKS, Link};
+
+/// A page's place in the slab. Reused after the page is gone: never kept without a pin.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) struct PageId(pub(super) u32);
+
+const NIL: u32 = u32::MAX;
+
+/// One page: where its image is and what holds it there.
+#[derive(Debug)]
+pub(super) struct Page {
+    pub(super) hash: PageHash,
+    pub(super) namespace: NamespaceId,
+    parent: u32,
+    first_child: u32,
+    next_sibling: u32,
+    prev_sibling: u32,
+    pub(super) links: [Link; LINKS],
+    /// DRAM replica, or the memory that a read from SSD is filling.
+    pub(super) extent: Option<Extent>,
+    /// SSD replica.
+    pub(super) slot: Option<Slot>,
+    /// xxh3-64 of the image.
+    pub(super) checksum: u64,
+    /// Generation of the slot.
+    pub(super) generation: u64,
+    /// Leases and operations that need the page to stay.
+    pub(super) pins: u32,
+    /// Copies, reads and writes that touch the extent now.
+    pub(super) io: u32,
+    /// Number of the allocation that must not take this page.
+    pub(super) guard: u64,
+    /// First of the operations that wait for the read.
+    pub(super) waiters: u32,
+    /// When the page was last asked for; read by the `reuse` spill policy.
+    pub(super) hits: u32,
+    /// A read from SSD is filling the extent.
+    pub(super) reading: bool,
+    /// A write to SSD is reading the extent.
+    pub(super) writing: bool,
+    /// In the index. A page that is not is gone as soon as nothing holds it.
+    pub(super) indexed: bool,
+    /// Placed in the slab.
+    live: bool,
+}
+
+impl Page {
+    /// Whether the image is in DRAM, whole and verified.
+    pub(super) fn is_resident(&self) -> bool {
+        self.extent.is_some() && !self.reading
+    }
+
+    /// Whether the image is in some tier.
+    pub(super) fn is_restorable(&self) -> bool {
+        self.is_resident() || self.slot.is_some()
+    }
+}
+
+/// Storage of all pages.
+#[derive(Debug, Default)]
+pub(super) struct PageSlab {
+    pages: Vec<Page>,
+    free: Vec<u32>,
+}
+
+impl IndexOp<PageId> for PageSlab {
+    type Output = Page;
+    fn index(&self, id: PageId) -> &Page {
+        &self.pages[id.0 as usize]
+    }
+}
+
+impl IndexMut<PageId> for PageSlab {
+    fn index_mut(&mut self, id: PageId) -> &mut Page {
+        &mut self.pages[id.0 as usize]
+    }
+}
+
+impl PageSlab {
+    /// Live pages.
+    pub(super) fn len(&self) -> usize {
+        self.pages.len() - self.free.len()
+    }
+
+    fn insert(&mut self, namespace: NamespaceId, hash: PageHash) -> PageId {
+        let page = Page {
+            hash,
+            namespace,
+            parent: NIL,
+            first_child: NIL,
+            next_sibling: NIL,
+            prev_sibling: NIL,
+            links: [Link::ABSENT; LINKS],
+            extent: None,
+            slot: None,
+            checksum: 0,
+            generation: 0,
+            pins: 0,
+            io: 0,
+            guard: 0,
+            waiters: NIL,
+            hits: 0,
+            reading: false,
+            writing: false,
+            indexed: true,
+            live: true,
+        };
+        match self.free.pop() {
+            Some(index) => {
+                self.pages[index as usize] = page;
+                PageId(index)
+            }
+            None => {
+                self.pages.push(page);
+                PageId(self.pages.len() as u32 - 1)
+            }
+        }
+    }
+
+    /// Gives the slab entry back. The page must be out of the index, of every list and of the tree.
+    pub(super) fn remove(&mut self, id: PageId) {
+        let page = &mut self[id];
+        debug_assert!(page.live && !page.indexed && page.pins == 0 && page.io == 0);
+        debug_assert!(page.extent.is_none() && page.slot.is_none() && page.waiters == NIL);
+        debug_assert!(page.links.iter().all(|link| *link == Link::ABSENT));
+        page.live = false;
+        self.free.push(id.0);
+    }
+
+    pub(super) fn parent(&self, id: PageId) -> Option<PageId> {
+        let parent = self[id].parent;
+        (parent != NIL).then_some(PageId(parent))
+    }
+
+    pub(super) fn first_child(&self, id: PageId) -> Option<PageId> {
+        let child = self[id].first_child;
+        (child != NIL).then_some(PageId(child))
+    }
+
+    /// Makes `child`, which has no parent, a child of `parent`.
+    pub(super) fn adopt(&mut self, parent: PageId, child: PageId) {
+        debug_assert_eq!(self[child].parent, NIL);
+        let first = self[parent].first_child;
+        self[child].parent = parent.0;
+        self[child].next_sibling = first;
+        self[child].prev_sibling = NIL;
+        if first != NIL {
+            self[PageId(first)].prev_sibling = child.0;
+        }
+        self[parent].first_child = child.0;
+    }
+
+    /// Cuts `child` from its parent, if it has one.
+    pub(super) fn orphan(&mut self, child: PageId) {
+        let (parent, next, prev) = {
+            let page = &self[child];
+            (page.parent, page.next_sibling, page.prev_sibling)
+        };
+        if parent == NIL {
+            return;
+        }
+        if prev == NIL {
+            self[PageId(parent)].first_child = next;
+        } else {
+            self[PageId(prev)].next_sibling = next;
+        }
+        if next != NIL {
+            self[PageId(next)].prev_sibling = prev;
+        }
+        let page = &mut self[child];
+        page.parent = NIL;
+        page.next_sibling = NIL;
+        page.prev_sibling = NIL;
+    }
+
+    /// Every live page with its id, in slab order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &Page)> {
+        let live = self.pages.iter().enumerate().filter(|(_, page)| page.live);
+        live.map(|(index, page)| (PageId(index as u32), page))
+    }
+}
+
+/// Finds pages by namespace and hash.
+#[derive(Debug)]
+pub(super) struct Index {
+    table: HashTable<u32>,
+    seed: u64,
+}
+
+impl Index {
+    /// `seed` keeps clients, who choose the hashes, from choosing collisions.
+    pub(super) fn new(seed: u64) -> Self {
+        Self { table: HashTable::new(), seed: seed | 1 }
+    }
+
+    #[inline]
+    fn hash(seed: u64, namespace: NamespaceId, hash: &PageHash) -> u64 {
+        let word = |at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&hash.0[at..at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        let folded = |a: u64, b: u64| {
+            let product = u128::from(a) * u128::from(b);
+            (product as u64) ^ (product >> 64) as u64
+        };
+        let first = folded(word(0) ^ seed, word(8) ^ seed.rotate_left(32));
+        let second = folded(word(16) ^ first, word(24) ^ seed.rotate_left(17));
+        folded(second ^ u64::from(namespace.0), 0x9e37_79b9_7f4a_7c15)
+    }
+
+    #[inline]
+    pub(super) fn find(
+        &self,
+        pages: &PageSlab,
+        namespace: NamespaceId,
+        hash: &PageHash,
+    ) -> Option<PageId> {
+        let key = Self::hash(self.seed, namespace, hash);
+        let matches = |&id: &u32| {
+            let page = &pages[PageId(id)];
+            page.hash == *hash && page.namespace == namespace
+        };
+        self.table.find(key, matches).map(|&id| PageId(id))
+    }
+
+    /// Adds a page that is not there yet.
+    pub(super) fn insert(
+        &mut self,
+        pages: &mut PageSlab,
+        namespace: NamespaceId,
+        hash: PageHash,
+    ) -> PageId {
+        debug_assert!(self.find(pages, namespace, &hash).is_none());
+        let id = pages.insert(namespace, hash);
+        let seed = self.seed;
+        self.table.insert_unique(Self::hash(seed, namespace, &hash), id.0, |&other| {
+            let page = &pages[PageId(other)];
+            Self::hash(seed, page.namespace, &page.hash)
+        });
+        id
+    }
+
+    /// Makes a page unfindable; it stays in the slab.
+    pub(super) fn remove(&mut self, pages: &mut PageSlab, id: PageId) {
+        if !pages[id].indexed {
+            return;
+        }
+        let key = Self::hash(self.seed, pages[id].namespace, &pages[id].hash);
+        if let Ok(entry) = self.table.find_entry(key, |&other| other == id.0) {
+            entry.remove();
+        }
+        pages[id].indexed = false;
+    }
+}

@@ -1,0 +1,404 @@
+//! Restores: DRAM → device copies of leased pages, SSD pages streamed through a window.
+
+use orbitkv_shm_protocol::ids::{LeaseId, PageHash, RegionId, SessionId};
+use orbitkv_shm_protocol::record::{Code, Completion, PageEntry, PageOutcome, Tier};
+
+use super::effect::Effects;
+use super::event::{IoFault, Nanos};
+use super::flow::ReadStart;
+use super::job::{Entry, EntryState, JobRef, Stage};
+use super::query::charge;
+use super::{Core, Taken};
+
+/// The arguments of a restore.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ask {
+    pub(super) region: RegionId,
+    pub(super) lease: LeaseId,
+    pub(super) offset: u32,
+    pub(super) fence: Option<u32>,
+    pub(super) keep: bool,
+    pub(super) by_layer: bool,
+}
+
+impl Core {
+    pub(super) fn begin_restore(
+        &mut self,
+        ctx: &Taken,
+        ended: Completion,
+        ask: &Ask,
+        pages: &[PageEntry],
+        out: &mut Effects,
+    ) {
+        let Some(session) = self.sessions.get(ctx.session) else { return };
+        let Some(region) = session.region(ask.region) else {
+            return self.fail(ctx, ended, Code::UnknownRegion, out);
+        };
+        if ask.by_layer {
+            return self.fail(ctx, ended, Code::Unsupported, out);
+        }
+        if ask.fence.is_some() {
+            // No session has registered an event pool yet, so no fence is known.
+            return self.fail(ctx, ended, Code::BadFence, out);
+        }
+        let (namespace, device_pages) = (region.namespace, region.device_pages);
+        let engine = session.engine;
+        let well_formed = |entry: &PageEntry| {
+            entry.flags == 0 && entry.reserved == 0 && entry.device_page < device_pages
+        };
+        if !pages.iter().all(well_formed) {
+            return self.fail(ctx, ended, Code::BadRequest, out);
+        }
+        let lease = self.leases.get(ask.lease);
+        let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {
+            return self.fail(ctx, ended, Code::UnknownLease, out);
+        };
+        if lease.closed {
+            let code = if lease.expired { Code::ExpiredLease } else { Code::UnknownLease };
+            return self.fail(ctx, ended, code, out);
+        }
+        // A forgotten namespace's leases keep their old id: find the part by identity.
+        let fingerprint = self.namespaces.get(namespace).fingerprint;
+        let part = lease.part(namespace).or_else(|| {
+            let same = |id| self.namespaces.get(id).fingerprint == fingerprint;
+            lease.parts.iter().find(|part| same(part.namespace))
+        });
+        let Some(part) = part else { return self.fail(ctx, ended, Code::BadRequest, out) };
+        let first = ask.offset.checked_sub(part.first).map(u64::from);
+        let fits = first.is_some_and(|first| first + pages.len() as u64 <= u64::from(part.len));
+        let Some(first) = first.filter(|_| fits) else {
+            return self.fail(ctx, ended, Code::BadRequest, out);
+        };
+        let start = part.start as usize + first as usize;
+        let leased = &lease.pages[start..start + pages.len()];
+        let same = |(entry, leased): (&PageEntry, &super::lease::LeasedPage)| {
+            !leased.ended && self.pages[leased.page].hash == PageHash(entry.hash)
+        };
+        if !pages.iter().zip(leased).all(same) {
+            return self.fail(ctx, ended, Code::BadRequest, out);
+        }
+        if pages.is_empty() {
+            return self.complete(ctx, Completion { prepared_ns: ctx.now, ..ended }, out);
+        }
+        self.start_restore(ctx, &ended, ask, pages, start);
+    }
+
+    fn start_restore(
+        &mut self,
+        ctx: &Taken,
+        ended: &Completion,
+        ask: &Ask,
+        pages: &[PageEntry],
+        start: usize,
+    ) {
+        let reference = self.open_job(ctx, ended, Stage::Drain);
+        let mut streaming = false;
+        let mut unit_bytes = 0;
+        if let (Some(job), Some(lease)) =
+            (self.jobs.get_mut(reference), self.leases.get_mut(ask.lease))
+        {
+            lease.users += 1;
+            for (entry, leased) in pages.iter().zip(&mut lease.pages[start..]) {
+                if !ask.keep {
+                    // The pin passes from the lease to this operation.
+                    leased.ended = true;
+                    lease.live_pages -= 1;
+                }
+                let mut made =
+                    Entry::new(PageHash(entry.hash), entry.device_page, EntryState::Pending);
+                made.page = Some(leased.page);
+                let page = &self.pages[leased.page];
+                unit_bytes = charge(self.namespaces.get(page.namespace).image_bytes);
+                let resident = page.is_resident();
+                made.tier = if resident { Tier::Dram } else { Tier::Ssd };
+                streaming |= !resident;
+                job.entries.push(made);
+            }
+            job.stage = Stage::Restore {
+                region: ask.region,
+                fence: ask.fence,
+                lease: ask.lease,
+                keep: ask.keep,
+                next_read: 0,
+                next_issue: 0,
+                reading: 0,
+                window_bytes: 0,
+                streaming,
+                waits_for_memory: false,
+                unit_bytes,
+            };
+        }
+        if let Some(region) =
+            self.sessions.get_mut(ctx.session).and_then(|session| session.region_mut(ask.region))
+        {
+            region.users += 1;
+        }
+        if streaming {
+            self.queue_read(reference);
+        }
+        self.queue_copy(reference);
+    }
+
+    /// Orders the next read of a restore. True when it may have another.
+    pub(super) fn issue_restore_read(
+        &mut self,
+        now: Nanos,
+        reference: JobRef,
+        out: &mut Effects,
+    ) -> bool {
+        let window = self.config.read_window_bytes;
+        let Some(job) = self.jobs.get_mut(reference) else { return false };
+        let Stage::Restore { next_read, window_bytes, .. } = &mut job.stage else { return false };
+        while job
+            .entries
+            .get(*next_read as usize)
+            .is_some_and(|entry| entry.page.is_none_or(|page| self.pages[page].is_resident()))
+        {
+            *next_read += 1;
+        }
+        let position = *next_read;
+        let Some(entry) = job.entries.get(position as usize) else { return false };
+        let Some(page) = entry.page else { return false };
+        let bytes = charge(self.namespaces.get(self.pages[page].namespace).image_bytes);
+        if *window_bytes > 0 && *window_bytes + bytes > window {
+            return false;
+        }
+        let started = self.read_page(page, out);
+        let Some(job) = self.jobs.get_mut(reference) else { return false };
+        let Stage::Restore { next_read, reading, window_bytes, waits_for_memory, .. } =
+            &mut job.stage
+        else {
+            return false;
+        };
+        match started {
+            ReadStart::Resident => true,
+            ReadStart::Waits => {
+                *next_read += 1;
+                *reading += 1;
+                *window_bytes += bytes;
+                self.wait_for_page(page, reference, position);
+                true
+            }
+            ReadStart::NoMemory => {
+                *waits_for_memory = true;
+                self.flow.starved.push_back(reference);
+                false
+            }
+            ReadStart::Gone => {
+                job.entries[position as usize].end(PageOutcome::Refused, Code::IoError);
+                job.stop_at(Code::IoError, Some(position));
+                self.restore_may_end(now, reference, out);
+                false
+            }
+        }
+    }
+
+    pub(super) fn restore_page_arrived(
+        &mut self,
+        now: Nanos,
+        reference: JobRef,
+        position: u32,
+        fault: Option<IoFault>,
+        out: &mut Effects,
+    ) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        let Stage::Restore { reading, .. } = &mut job.stage else { return };
+        *reading -= 1;
+        if fault.is_some() {
+            job.entries[position as usize].end(PageOutcome::Refused, Code::IoError);
+            job.stop_at(Code::IoError, Some(position));
+        }
+        if job.stop.is_none() {
+            self.queue_copy(reference);
+            self.queue_read(reference);
+        }
+        self.restore_may_end(now, reference, out);
+    }
+
+    /// A copy command of a restore ended: entries `first..first + len`.
+    pub(super) fn restore_advanced(
+        &mut self,
+        now: Nanos,
+        reference: JobRef,
+        first: u32,
+        len: u32,
+        out: &mut Effects,
+    ) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        let Stage::Restore { keep, streaming, window_bytes, .. } = &mut job.stage else { return };
+        let (keep, streaming) = (*keep, *streaming);
+        for at in first..first + len {
+            let entry = &mut job.entries[at as usize];
+            let Some(page) = entry.page else { continue };
+            let found = &mut self.pages[page];
+            found.io -= 1;
+            if entry.outcome == PageOutcome::Restored {
+                self.stats.pages_restored += 1;
+                self.stats.bytes_restored += found.extent.map_or(0, |e| u64::from(e.bytes));
+            }
+            if entry.tier == Tier::Ssd {
+                let bytes = found.extent.map_or(0, |extent| u64::from(extent.bytes));
+                *window_bytes = window_bytes.saturating_sub(bytes);
+            }
+        }
+        if streaming && !keep {
+            // Copied pages make room for those still on SSD.
+            for at in (first..first + len).rev() {
+                let page = self
+                    .jobs
+                    .get_mut(reference)
+                    .and_then(|job| job.entries[at as usize].page.take());
+                if let Some(page) = page {
+                    self.unpin(page, out);
+                }
+            }
+            self.feed_starved();
+        }
+        let Some(job) = self.jobs.get(reference) else { return };
+        if job.stop.is_none() {
+            self.queue_copy(reference);
+            if streaming {
+                self.queue_read(reference);
+            }
+        }
+        self.restore_may_end(now, reference, out);
+    }
+
+    /// Ends a restore that has nothing in flight and nothing left, or that has to stop.
+    pub(super) fn restore_may_end(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        let Stage::Restore { region, lease, keep, reading, streaming, unit_bytes, .. } = job.stage
+        else {
+            return;
+        };
+        let pending = |entry: &Entry| entry.state != EntryState::Ended;
+        let unfinished = job.entries.iter().any(pending);
+        if job.copies > 0 || reading > 0 || (unfinished && job.stop.is_none()) {
+            return;
+        }
+        let stop = job.stop;
+        let code = stop.map_or(Code::None, |stop| stop.code);
+        let (id, operation, kind) = (job.session, job.operation, job.kind);
+        let mut entries = std::mem::take(&mut job.entries);
+        let mut ended = Completion::ok(operation, kind);
+        for (at, entry) in entries.iter_mut().enumerate() {
+            if entry.state != EntryState::Ended {
+                entry.end(PageOutcome::Refused, code);
+            }
+            match entry.outcome {
+                PageOutcome::Restored => {
+                    ended.pages += 1;
+                    if entry.tier == Tier::Dram {
+                        ended.pages_dram += 1;
+                    } else {
+                        ended.pages_ssd += 1;
+                    }
+                }
+                _ => {
+                    ended.pages_refused += 1;
+                    ended.first_failed = ended.first_failed.or(Some(at as u32));
+                    self.stats.pages_restore_failed[entry.code as usize] += 1;
+                }
+            }
+        }
+        let namespace = entries.first().and_then(|_| {
+            let session = self.sessions.get(id)?;
+            session.regions.get(region.0 as usize)?.as_ref().map(|region| region.namespace)
+        });
+        if let Some(namespace) = namespace {
+            let image = self.namespaces.get(namespace).image_bytes;
+            ended.bytes = u64::from(ended.pages) * u64::from(image);
+        }
+        if !keep {
+            for entry in entries.iter_mut().rev() {
+                if let Some(page) = entry.page.take() {
+                    self.unpin(page, out);
+                }
+            }
+            if let Some(namespace) = namespace {
+                // Streamed pages were let go of from the head: put the whole chain in order.
+                // Else only the parents outside of the range are missing.
+                let deepest = entries.iter().rev().find_map(|e| self.find(namespace, &e.hash));
+                let head = entries.first().and_then(|e| self.find(namespace, &e.hash));
+                let from = if streaming { deepest } else { head };
+                self.touch_upwards(from, 0);
+            }
+        }
+        let named_bytes = if keep { 0 } else { entries.len() as u64 * unit_bytes };
+        if let Some(job) = self.jobs.get_mut(reference) {
+            job.entries = entries;
+        }
+        self.leave_lease(lease, named_bytes, out);
+        self.leave_region(now, id, region, out);
+        let ended = Self::stopped(code, ended.pages, ended);
+        self.end_job(now, reference, ended, out);
+        self.feed_starved();
+        self.admit_waiting(now, out);
+    }
+
+    /// A restore no longer uses the lease; the pages that ended with it no longer count.
+    fn leave_lease(&mut self, reference: LeaseId, ended_bytes: u64, out: &mut Effects) {
+        let Some(lease) = self.leases.get_mut(reference) else { return };
+        lease.users -= 1;
+        if lease.users == 0 && (lease.live_pages == 0 || lease.closed) {
+            return self.end_lease(reference, out);
+        }
+        debug_assert!(ended_bytes <= lease.bytes);
+        lease.bytes -= ended_bytes;
+        let (session, speculative) = (lease.session, lease.speculative);
+        self.give_budget(session, ended_bytes, speculative);
+    }
+
+    /// Ends a lease nobody uses: unpins what is left, gives the budget back.
+    pub(super) fn end_lease(&mut self, reference: LeaseId, out: &mut Effects) {
+        let Some(lease) = self.leases.get_mut(reference) else { return };
+        debug_assert_eq!(lease.users, 0);
+        let pages = std::mem::take(&mut lease.pages);
+        let parts = std::mem::take(&mut lease.parts);
+        let (bytes, speculative, session) = (lease.bytes, lease.speculative, lease.session);
+        for part in &parts {
+            let range = part.start as usize..(part.start + part.len) as usize;
+            for leased in pages[range.clone()].iter().rev().filter(|leased| !leased.ended) {
+                self.unpin(leased.page, out);
+            }
+            // Parents outside of the lease stay hotter than the pages that it held.
+            let head = pages[range].first().filter(|leased| !leased.ended);
+            if let Some(head) = head.filter(|leased| self.pages[leased.page].indexed) {
+                let parent = self.pages.parent(head.page);
+                self.touch_upwards(parent, 0);
+            }
+        }
+        if let Some(lease) = self.leases.get_mut(reference) {
+            lease.pages = pages;
+            lease.parts = parts;
+        }
+        self.leases.close(reference);
+        self.give_budget(session, bytes, speculative);
+        self.feed_starved();
+    }
+
+    /// Ends every lease that counts against a session or, without other sessions, its group.
+    pub(super) fn end_group_leases(&mut self, id: SessionId, group_lives: bool, out: &mut Effects) {
+        let Some(engine) = self.sessions.get(id).map(|session| session.engine) else { return };
+        let of_group: Vec<_> = self
+            .leases
+            .iter()
+            .filter(|(_, lease)| lease.group == Some(engine) && lease.granted)
+            .map(|(reference, lease)| (reference, lease.users))
+            .collect();
+        for (reference, users) in of_group {
+            if group_lives {
+                // Still counted in the total; the session that took it is no more.
+                if let Some(lease) = self.leases.get_mut(reference)
+                    && lease.session == Some(id)
+                {
+                    lease.session = None;
+                }
+            } else if users == 0 {
+                self.end_lease(reference, out);
+            } else if let Some(lease) = self.leases.get_mut(reference) {
+                lease.closed = true;
+            }
+        }
+    }
+}

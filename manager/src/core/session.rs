@@ -1,0 +1,192 @@
+//! Sessions: credits, scopes, regions and what each session still owns.
+
+use std::collections::VecDeque;
+
+use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, ScopeId, SessionId};
+use orbitkv_shm_protocol::record::PageRange;
+
+use super::job::JobRef;
+use super::namespace::NamespaceId;
+
+/// Namespaces that one name stands for, in the order of the set.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Scope {
+    One(NamespaceId),
+    Set(Vec<NamespaceId>),
+}
+
+impl Scope {
+    pub(super) fn members(&self) -> &[NamespaceId] {
+        match self {
+            Self::One(one) => std::slice::from_ref(one),
+            Self::Set(set) => set,
+        }
+    }
+
+    pub(super) fn replace(&mut self, old: NamespaceId, new: NamespaceId) {
+        let members = match self {
+            Self::One(one) => std::slice::from_mut(one),
+            Self::Set(set) => set.as_mut_slice(),
+        };
+        for member in members.iter_mut().filter(|member| **member == old) {
+            *member = new;
+        }
+    }
+}
+
+/// A registered region, as far as decisions need it.
+#[derive(Debug)]
+pub(super) struct Region {
+    pub(super) namespace: NamespaceId,
+    pub(super) device_pages: u32,
+    /// Saves and restores that name it.
+    pub(super) users: u32,
+    /// The `Unregister` that waits for them.
+    pub(super) ending: Option<JobRef>,
+}
+
+/// One operation index of a session.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Credit {
+    /// Generation that last used the index; 0 = never.
+    pub(super) last_generation: u32,
+    pub(super) job: Option<JobRef>,
+}
+
+/// One attached client.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub(super) engine: EngineId,
+    pub(super) page_entries: u32,
+    pub(super) credits: Vec<Credit>,
+    pub(super) outstanding: u32,
+    pub(super) scopes: Vec<Scope>,
+    pub(super) regions: Vec<Option<Region>>,
+    pub(super) leased_bytes: u64,
+    /// Demand queries that wait for budget, first come first.
+    pub(super) waiting: VecDeque<JobRef>,
+    /// `Drain`s that wait until nothing else is outstanding.
+    pub(super) drains: Vec<JobRef>,
+    /// Page table ranges of outstanding operations.
+    pub(super) ranges: Vec<PageRange>,
+    pub(super) bad_requests: u32,
+    /// Copies in flight that touch its memory.
+    pub(super) copies: u32,
+    /// Nothing more is taken from it.
+    pub(super) closing: bool,
+}
+
+impl Session {
+    pub(super) fn new(engine: EngineId, credits: u32, page_entries: u32) -> Self {
+        Self {
+            engine,
+            page_entries,
+            credits: vec![Credit::default(); credits as usize],
+            outstanding: 0,
+            scopes: Vec::new(),
+            regions: Vec::new(),
+            leased_bytes: 0,
+            waiting: VecDeque::new(),
+            drains: Vec::new(),
+            ranges: Vec::new(),
+            bad_requests: 0,
+            copies: 0,
+            closing: false,
+        }
+    }
+
+    pub(super) fn region(&self, id: RegionId) -> Option<&Region> {
+        self.regions.get(id.0 as usize)?.as_ref().filter(|region| region.ending.is_none())
+    }
+
+    pub(super) fn region_mut(&mut self, id: RegionId) -> Option<&mut Region> {
+        self.regions.get_mut(id.0 as usize)?.as_mut()
+    }
+
+    pub(super) fn scope(&self, id: ScopeId) -> Option<&Scope> {
+        self.scopes.get(id.0 as usize)
+    }
+
+    /// Whether `range` lies in the table and touches no range in use.
+    pub(super) fn range_is_free(&self, range: PageRange) -> bool {
+        let end = |r: &PageRange| u64::from(r.start) + u64::from(r.len);
+        let apart = |other: &PageRange| {
+            end(other) <= range.start.into() || end(&range) <= other.start.into()
+        };
+        self.ranges.iter().all(apart)
+    }
+
+    pub(super) fn take_range(&mut self, range: PageRange) {
+        if range.len > 0 {
+            self.ranges.push(range);
+        }
+    }
+
+    pub(super) fn give_range(&mut self, range: PageRange) {
+        if range.len > 0
+            && let Some(at) = self.ranges.iter().position(|other| *other == range)
+        {
+            self.ranges.swap_remove(at);
+        }
+    }
+
+    pub(super) fn credit(&self, operation: OperationId) -> Option<&Credit> {
+        self.credits.get(operation.index as usize)
+    }
+}
+
+/// All sessions of this epoch, by number.
+#[derive(Debug, Default)]
+pub(super) struct Sessions {
+    table: Vec<Option<Box<Session>>>,
+    live: usize,
+    /// Sessions with waiting queries, in the order in which they are served next.
+    pub(super) turn: VecDeque<SessionId>,
+}
+
+impl Sessions {
+    pub(super) fn open(&mut self, id: SessionId, session: Session) {
+        let index = id.0 as usize;
+        if self.table.len() <= index {
+            self.table.resize_with(index + 1, || None);
+        }
+        debug_assert!(self.table[index].is_none());
+        self.table[index] = Some(Box::new(session));
+        self.live += 1;
+    }
+
+    pub(super) fn close(&mut self, id: SessionId) {
+        if let Some(slot) = self.table.get_mut(id.0 as usize)
+            && slot.take().is_some()
+        {
+            self.live -= 1;
+        }
+    }
+
+    pub(super) fn get(&self, id: SessionId) -> Option<&Session> {
+        self.table.get(id.0 as usize)?.as_deref()
+    }
+
+    pub(super) fn get_mut(&mut self, id: SessionId) -> Option<&mut Session> {
+        self.table.get_mut(id.0 as usize)?.as_deref_mut()
+    }
+
+    pub(super) const fn len(&self) -> usize {
+        self.live
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (SessionId, &Session)> {
+        let numbered = self.table.iter().enumerate();
+        numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref()?)))
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
+        let numbered = self.table.iter_mut().enumerate();
+        numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref_mut()?)))
+    }
+
+    /// Whether a session of `engine` other than closing ones is attached.
+    pub(super) fn group_lives(&self, engine: EngineId) -> bool {
+        self.iter().any(|(_, session)| session.engine == engine && !session.closing)
+    }
+}

@@ -1,0 +1,521 @@
+//! SSD slots: which region has which slot size, which slots are free, which page is coldest.
+
+use super::effect::Slot;
+use super::index::{PageId, PageSlab};
+use super::replacement::{ListKind, Recency};
+
+/// Bytes of a slot's footer; they follow the image, rounded up to as many.
+pub const FOOTER_BYTES: u64 = 4096;
+
+/// How a device (file) is cut into regions: `data_offset` bytes of superblocks and region table,
+/// then regions of `region_bytes`, the last one possibly shorter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RegionGeometry {
+    /// First byte of region 0.
+    pub data_offset: u64,
+    /// Bytes of the file.
+    pub capacity_bytes: u64,
+    /// Bytes of a region.
+    pub region_bytes: u64,
+}
+
+impl RegionGeometry {
+    /// Regions of the device.
+    pub const fn regions(&self) -> u32 {
+        if self.region_bytes == 0 {
+            return 0;
+        }
+        self.capacity_bytes.saturating_sub(self.data_offset).div_ceil(self.region_bytes) as u32
+    }
+
+    /// First byte of `region`.
+    pub const fn region_offset(&self, region: u32) -> u64 {
+        self.data_offset + region as u64 * self.region_bytes
+    }
+
+    /// Bytes of `region`.
+    pub const fn region_len(&self, region: u32) -> u64 {
+        let rest = self.capacity_bytes.saturating_sub(self.region_offset(region));
+        if rest < self.region_bytes { rest } else { self.region_bytes }
+    }
+
+    /// Slots of `slot_bytes` that `region` holds.
+    pub const fn slots(&self, region: u32, slot_bytes: u32) -> u32 {
+        if slot_bytes == 0 { 0 } else { (self.region_len(region) / slot_bytes as u64) as u32 }
+    }
+
+    /// Byte offset of a slot.
+    pub const fn slot_offset(&self, region: u32, slot_bytes: u32, index: u32) -> u64 {
+        self.region_offset(region) + index as u64 * slot_bytes as u64
+    }
+
+    /// Region and index of the slot at `offset`.
+    pub const fn locate(&self, offset: u64, slot_bytes: u32) -> Option<(u32, u32)> {
+        if offset < self.data_offset || slot_bytes == 0 {
+            return None;
+        }
+        let region = ((offset - self.data_offset) / self.region_bytes) as u32;
+        let within = offset - self.region_offset(region);
+        let index = (within / slot_bytes as u64) as u32;
+        if !within.is_multiple_of(slot_bytes as u64) || index >= self.slots(region, slot_bytes) {
+            return None;
+        }
+        Some((region, index))
+    }
+}
+
+/// Slot length for an image: the image in whole 4 KiB, then the footer.
+pub const fn slot_bytes(image_bytes: u32) -> u32 {
+    image_bytes.next_multiple_of(FOOTER_BYTES as u32) + FOOTER_BYTES as u32
+}
+
+/// What start-up found on one device.
+#[derive(Clone, Debug)]
+pub struct DeviceLayout {
+    /// How it is cut.
+    pub geometry: RegionGeometry,
+    /// Slot size of each region, 0 where none is recorded.
+    pub region_slot_bytes: Vec<u32>,
+    /// Offsets of slots that are never used again.
+    pub retired: Vec<u64>,
+}
+
+/// Cold pages looked at in search of one with a slot.
+const RECLAIM_PROBES_MAX: usize = 64;
+
+const FREE: u32 = u32::MAX;
+const RETIRED: u32 = u32::MAX - 1;
+const TAKEN: u32 = u32::MAX - 2;
+
+#[derive(Debug)]
+struct Region {
+    slot_bytes: u32,
+    /// Free slot indices, the lowest on top, so that consecutive writes land side by side.
+    free: Vec<u32>,
+    /// Page of each slot, or one of the marks above.
+    owners: Vec<u32>,
+    /// Listed in its class as having free slots.
+    open: bool,
+}
+
+#[derive(Debug)]
+struct Device {
+    geometry: RegionGeometry,
+    regions: Vec<Region>,
+    unused: Vec<u32>,
+    accepts_writes: bool,
+    used_bytes: u64,
+    used_slots: u64,
+}
+
+/// Slots of one size.
+#[derive(Debug)]
+pub(super) struct Class {
+    slot_bytes: u32,
+    open: Vec<(u16, u32)>,
+    /// Slots in use.
+    used: u64,
+    /// Unpinned pages that have or want a slot of this size.
+    pub(super) recency: Recency,
+}
+
+/// A slot for a new image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Allocation {
+    pub(super) slot: Slot,
+    /// The region got its slot size just now: it must be recorded first.
+    pub(super) first_of_region: Option<u32>,
+}
+
+/// All slots of all devices.
+#[derive(Debug)]
+pub(super) struct Slots {
+    devices: Vec<Device>,
+    classes: Vec<Class>,
+    next_generation: u64,
+}
+
+impl Slots {
+    pub(super) fn new(layouts: &[DeviceLayout], next_generation: u64) -> Self {
+        let mut slots = Self {
+            devices: Vec::with_capacity(layouts.len()),
+            classes: Vec::new(),
+            next_generation,
+        };
+        for (number, layout) in layouts.iter().enumerate() {
+            slots.add_device(number as u16, layout);
+        }
+        slots
+    }
+
+    fn add_device(&mut self, number: u16, layout: &DeviceLayout) {
+        let geometry = layout.geometry;
+        let mut device = Device {
+            geometry,
+            regions: Vec::new(),
+            unused: Vec::new(),
+            accepts_writes: true,
+            used_bytes: 0,
+            used_slots: 0,
+        };
+        let mut open = Vec::new();
+        for index in 0..geometry.regions() {
+            let bytes = layout.region_slot_bytes.get(index as usize).copied().unwrap_or(0);
+            let mut region = Region::with_slot_size(&geometry, index, bytes);
+            for &offset in &layout.retired {
+                if let Some((at, slot)) = geometry.locate(offset, bytes)
+                    && at == index
+                {
+                    region.owners[slot as usize] = RETIRED;
+                    region.free.retain(|&free| free != slot);
+                }
+            }
+            if bytes == 0 {
+                device.unused.push(index);
+            } else {
+                open.push((bytes, index));
+                region.open = true;
+            }
+            device.regions.push(region);
+        }
+        // Popped from the end: low regions first.
+        device.unused.reverse();
+        self.devices.push(device);
+        for (bytes, region) in open {
+            let class = self.class_index(bytes);
+            self.classes[class].open.push((number, region));
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.devices.is_empty()
+    }
+
+    fn class_index(&mut self, slot_bytes: u32) -> usize {
+        if let Some(at) = self.classes.iter().position(|class| class.slot_bytes == slot_bytes) {
+            return at;
+        }
+        self.classes.push(Class {
+            slot_bytes,
+            open: Vec::new(),
+            used: 0,
+            recency: Recency::new(ListKind::Ssd),
+        });
+        self.classes.len() - 1
+    }
+
+    /// Recency list of the pages whose slots have or would have `slot_bytes`.
+    pub(super) fn recency(&mut self, slot_bytes: u32) -> &mut Recency {
+        let class = self.class_index(slot_bytes);
+        &mut self.classes[class].recency
+    }
+
+    /// Largest slot that any region could ever hold.
+    pub(super) fn largest_slot_bytes(&self) -> u64 {
+        let regions = self.devices.iter().map(|device| device.geometry.region_len(0));
+        regions.max().unwrap_or(0)
+    }
+
+    /// The next number of the tier's one generation counter.
+    pub(super) fn take_generation(&mut self) -> u64 {
+        let generation = self.next_generation;
+        self.next_generation += 1;
+        generation
+    }
+
+    /// A free slot, from a region that has one or from an unused region.
+    pub(super) fn allocate(&mut self, slot_bytes: u32) -> Option<Allocation> {
+        let class = self.class_index(slot_bytes);
+        while let Some(&(number, index)) = self.classes[class].open.last() {
+            let device = &mut self.devices[usize::from(number)];
+            if !device.accepts_writes {
+                self.classes[class].open.pop();
+                device.regions[index as usize].open = false;
+                continue;
+            }
+            if let Some(slot) = device.take(number, index) {
+                self.classes[class].used += 1;
+                return Some(Allocation { slot, first_of_region: None });
+            }
+            device.regions[index as usize].open = false;
+            self.classes[class].open.pop();
+        }
+        let fits = |device: &Device| {
+            let fitting = |&&region: &&u32| device.geometry.slots(region, slot_bytes) > 0;
+            device.accepts_writes && device.unused.iter().any(|region| fitting(&region))
+        };
+        let number = (0..self.devices.len())
+            .filter(|&number| fits(&self.devices[number]))
+            .max_by_key(|&number| self.devices[number].unused.len())?;
+        let device = &mut self.devices[number];
+        let at = device.unused.iter().rposition(|&r| device.geometry.slots(r, slot_bytes) > 0)?;
+        let region = device.unused.remove(at);
+        device.regions[region as usize] =
+            Region::with_slot_size(&device.geometry, region, slot_bytes);
+        device.regions[region as usize].open = true;
+        let slot = device.take(number as u16, region)?;
+        self.classes[class].used += 1;
+        self.classes[class].open.push((number as u16, region));
+        Some(Allocation { slot, first_of_region: Some(region) })
+    }
+
+    /// Notes which page a slot holds.
+    pub(super) fn assign(&mut self, slot: Slot, page: PageId) {
+        if let Some(owner) = self.owner_mut(slot) {
+            *owner = page.0;
+        }
+    }
+
+    /// Takes a given slot at start-up. False when it is not free.
+    pub(super) fn occupy(&mut self, slot: Slot, page: PageId) -> bool {
+        let Some(device) = self.devices.get_mut(usize::from(slot.device)) else { return false };
+        let Some((index, at)) = device.geometry.locate(slot.offset, slot.bytes) else {
+            return false;
+        };
+        let region = &mut device.regions[index as usize];
+        if region.slot_bytes != slot.bytes || region.owners[at as usize] != FREE {
+            return false;
+        }
+        region.owners[at as usize] = page.0;
+        device.used_bytes += u64::from(slot.bytes);
+        device.used_slots += 1;
+        let class = self.class_index(slot.bytes);
+        self.classes[class].used += 1;
+        true
+    }
+
+    /// Rebuilds the free stacks after a series of [`occupy`](Self::occupy).
+    pub(super) fn settle(&mut self) {
+        for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
+            region.free.clear();
+            let free = region.owners.iter().enumerate().rev().filter(|(_, owner)| **owner == FREE);
+            region.free.extend(free.map(|(index, _)| index as u32));
+        }
+    }
+
+    /// Gives a slot back.
+    pub(super) fn free(&mut self, slot: Slot) {
+        self.end(slot, FREE);
+    }
+
+    /// Takes a slot out of use for ever.
+    pub(super) fn retire(&mut self, slot: Slot) {
+        self.end(slot, RETIRED);
+    }
+
+    fn end(&mut self, slot: Slot, mark: u32) {
+        let Some(device) = self.devices.get_mut(usize::from(slot.device)) else { return };
+        let Some((index, at)) = device.geometry.locate(slot.offset, slot.bytes) else { return };
+        let region = &mut device.regions[index as usize];
+        debug_assert!(region.owners[at as usize] < RETIRED, "slot freed twice");
+        region.owners[at as usize] = mark;
+        device.used_bytes -= u64::from(slot.bytes);
+        device.used_slots -= 1;
+        let mut opens = false;
+        if mark == FREE {
+            region.free.push(at);
+            opens = !std::mem::replace(&mut region.open, true);
+        }
+        let class = self.class_index(slot.bytes);
+        self.classes[class].used -= 1;
+        if opens {
+            self.classes[class].open.push((slot.device, index));
+        }
+    }
+
+    /// The region of another slot size whose coldest page is coldest, as the pages to evict from
+    /// it, when every one of them may go. Used only when `slot_bytes` has no slot at all.
+    pub(super) fn reclaimable_region(
+        &self,
+        pages: &PageSlab,
+        slot_bytes: u32,
+        evictable: impl Fn(PageId) -> bool,
+    ) -> Option<(u16, u32, Vec<PageId>)> {
+        if self.classes.iter().any(|class| class.slot_bytes == slot_bytes && class.used > 0) {
+            return None;
+        }
+        for class in &self.classes {
+            let mut next = class.recency.coldest();
+            let mut slot = None;
+            for _ in 0..RECLAIM_PROBES_MAX {
+                let Some(page) = next else { break };
+                slot = pages[page].slot;
+                if slot.is_some() {
+                    break;
+                }
+                next = class.recency.hotter(pages, page);
+            }
+            let Some(slot) = slot else { continue };
+            let device = &self.devices[usize::from(slot.device)];
+            let (region, _) = device.geometry.locate(slot.offset, slot.bytes)?;
+            if device.geometry.slots(region, slot_bytes) == 0 || !device.accepts_writes {
+                continue;
+            }
+            let owners = &device.regions[region as usize].owners;
+            let held = owners.iter().filter(|owner| **owner != FREE);
+            let residents: Option<Vec<_>> = held
+                .map(|&owner| {
+                    (owner < TAKEN).then_some(PageId(owner)).filter(|&page| evictable(page))
+                })
+                .collect();
+            if let Some(residents) = residents {
+                return Some((slot.device, region, residents));
+            }
+        }
+        None
+    }
+
+    /// Makes an emptied region usable for another slot size.
+    pub(super) fn release_region(&mut self, number: u16, region: u32) {
+        let device = &mut self.devices[usize::from(number)];
+        debug_assert!(device.regions[region as usize].owners.iter().all(|owner| *owner == FREE));
+        device.regions[region as usize] = Region::with_slot_size(&device.geometry, region, 0);
+        device.unused.push(region);
+        for class in &mut self.classes {
+            class.open.retain(|&at| at != (number, region));
+        }
+    }
+
+    /// Stops or resumes the use of a device for new images.
+    pub(super) fn set_accepts_writes(&mut self, number: u16, accepts: bool) {
+        let Some(device) = self.devices.get_mut(usize::from(number)) else { return };
+        device.accepts_writes = accepts;
+        if !accepts {
+            return;
+        }
+        let mut open = Vec::new();
+        for (index, region) in device.regions.iter_mut().enumerate() {
+            if region.slot_bytes != 0 && !region.open && !region.free.is_empty() {
+                region.open = true;
+                open.push((region.slot_bytes, index as u32));
+            }
+        }
+        for (bytes, region) in open {
+            let class = self.class_index(bytes);
+            self.classes[class].open.push((number, region));
+        }
+    }
+
+    /// `(used_bytes, used_slots)` of one device.
+    pub(super) fn usage(&self, number: usize) -> (u64, u64) {
+        self.devices.get(number).map_or((0, 0), |device| (device.used_bytes, device.used_slots))
+    }
+
+    fn owner_mut(&mut self, slot: Slot) -> Option<&mut u32> {
+        let device = self.devices.get_mut(usize::from(slot.device))?;
+        let (region, at) = device.geometry.locate(slot.offset, slot.bytes)?;
+        device.regions[region as usize].owners.get_mut(at as usize)
+    }
+}
+
+impl Region {
+    fn with_slot_size(geometry: &RegionGeometry, region: u32, slot_bytes: u32) -> Self {
+        let slots = geometry.slots(region, slot_bytes);
+        Self {
+            slot_bytes,
+            free: (0..slots).rev().collect(),
+            owners: vec![FREE; slots as usize],
+            open: false,
+        }
+    }
+}
+
+impl Device {
+    fn take(&mut self, number: u16, region: u32) -> Option<Slot> {
+        let of = &mut self.regions[region as usize];
+        let index = of.free.pop()?;
+        of.owners[index as usize] = TAKEN;
+        self.used_bytes += u64::from(of.slot_bytes);
+        self.used_slots += 1;
+        Some(Slot {
+            device: number,
+            offset: self.geometry.slot_offset(region, of.slot_bytes, index),
+            bytes: of.slot_bytes,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(capacity: u64, region: u64) -> DeviceLayout {
+        DeviceLayout {
+            geometry: RegionGeometry {
+                data_offset: 65_536,
+                capacity_bytes: capacity,
+                region_bytes: region,
+            },
+            region_slot_bytes: Vec::new(),
+            retired: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn every_slot_lies_inside_its_region_and_is_given_once() {
+        let layout = device(65_536 + (5 << 20), 2 << 20);
+        let mut slots = Slots::new(&[layout], 1);
+        let mut seen = Vec::new();
+        while let Some(allocation) = slots.allocate(slot_bytes(130_000)) {
+            let Slot { offset, bytes, .. } = allocation.slot;
+            assert!(offset >= 65_536 && offset + u64::from(bytes) <= 65_536 + (5 << 20));
+            assert!(seen.iter().all(|&(other, len): &(u64, u32)| {
+                other + u64::from(len) <= offset || offset + u64::from(bytes) <= other
+            }));
+            seen.push((offset, bytes));
+        }
+        // 135,168 bytes a slot: 15, 15 and 7 in regions of 2, 2 and 1 MiB.
+        assert_eq!(seen.len(), 37);
+        assert_eq!(slots.usage(0), (37 * 135_168, 37));
+    }
+
+    #[test]
+    fn consecutive_slots_are_adjacent_so_that_writes_coalesce() {
+        let mut slots = Slots::new(&[device(1 << 30, 64 << 20)], 1);
+        let first = slots.allocate(8192).unwrap();
+        let second = slots.allocate(8192).unwrap();
+        assert_eq!(first.first_of_region, Some(0));
+        assert_eq!(second.first_of_region, None);
+        assert_eq!(second.slot.offset, first.slot.offset + 8192);
+    }
+
+    #[test]
+    fn retired_slots_stay_retired() {
+        let mut layout = device(65_536 + (1 << 20), 1 << 20);
+        layout.region_slot_bytes = vec![262_144];
+        layout.retired = vec![65_536 + 262_144];
+        let mut slots = Slots::new(&[layout], 1);
+        let mut offsets = Vec::new();
+        while let Some(allocation) = slots.allocate(262_144) {
+            offsets.push(allocation.slot.offset);
+        }
+        assert_eq!(offsets, [65_536, 65_536 + 524_288, 65_536 + 786_432]);
+        let slot = Slot { device: 0, offset: offsets[0], bytes: 262_144 };
+        slots.retire(slot);
+        assert_eq!(slots.allocate(262_144), None);
+    }
+
+    #[test]
+    fn a_device_that_takes_no_writes_is_passed_over() {
+        let both = [device(64 << 20, 8 << 20), device(64 << 20, 8 << 20)];
+        let mut slots = Slots::new(&both, 1);
+        slots.set_accepts_writes(0, false);
+        for _ in 0..20 {
+            assert_eq!(slots.allocate(8192).unwrap().slot.device, 1);
+        }
+        slots.set_accepts_writes(1, false);
+        assert_eq!(slots.allocate(8192), None);
+        slots.set_accepts_writes(1, true);
+        assert!(slots.allocate(8192).is_some());
+    }
+
+    #[test]
+    fn hostile_offsets_locate_nothing() {
+        let geometry = device(1 << 30, 64 << 20).geometry;
+        for offset in [0, 65_535, 65_537, u64::MAX, 1 << 30] {
+            assert_eq!(geometry.locate(offset, 8192), None, "{offset}");
+        }
+        assert_eq!(geometry.locate(65_536, 0), None);
+        assert_eq!(geometry.locate(65_536 + 8192, 8192), Some((0, 1)));
+    }
+}

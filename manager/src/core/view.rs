@@ -1,0 +1,215 @@
+//! What inspection sees: plain copies, made once a turn at most.
+
+use orbitkv_shm_protocol::ids::{EngineId, LeaseId, OperationId, RegionId, SessionId};
+use orbitkv_shm_protocol::record::RequestKind;
+
+use super::Core;
+use super::effect::Effects;
+use super::event::Nanos;
+use super::job::Stage;
+use super::stats::{Gauges, Stats};
+
+/// A session as inspection shows it.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "names and units say it")]
+pub struct SessionView {
+    pub session: SessionId,
+    pub engine: EngineId,
+    pub outstanding: u32,
+    pub leased_bytes: u64,
+    pub regions: u32,
+    pub closing: bool,
+}
+
+/// An operation under way.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "names and units say it")]
+pub struct OperationView {
+    pub session: SessionId,
+    pub operation: OperationId,
+    pub kind: RequestKind,
+    pub stage: &'static str,
+    pub queued_ns: Nanos,
+}
+
+/// A lease.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "names and units say it")]
+pub struct LeaseView {
+    pub lease: LeaseId,
+    pub group: Option<EngineId>,
+    pub session: Option<SessionId>,
+    pub bytes: u64,
+    pub pages: u32,
+    pub expires_ns: Nanos,
+}
+
+/// A namespace and where its pages are.
+#[derive(Clone, Debug)]
+#[allow(missing_docs, reason = "names and units say it")]
+pub struct NamespaceView<'a> {
+    pub label: &'a str,
+    pub page_bytes: u64,
+    pub dram_pages: u64,
+    pub ssd_pages: u64,
+    pub forgotten: bool,
+}
+
+/// What an administrative eviction did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Evicted {
+    /// Pages that left DRAM.
+    pub pages: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Pages that stay: leased, or touched by a copy, read or write.
+    pub pages_kept: u64,
+}
+
+impl Core {
+    /// Counters since start.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// What is held now. Walks the free list for the largest extent: not for every turn.
+    pub fn gauges(&self) -> Gauges {
+        Gauges {
+            pool_capacity_bytes: self.extents.capacity_bytes(),
+            pool_used_bytes: self.extents.capacity_bytes() - self.extents.free_bytes(),
+            pool_pinned_bytes: self.pinned_bytes,
+            pool_draining_bytes: self.draining_bytes,
+            pool_largest_free_bytes: self.extents.largest_free_bytes(),
+            pages: self.pages.len() as u64,
+            leases: self.leases.len() as u64,
+            leased_bytes: self.budget.total.used(),
+            speculative_bytes: self.budget.speculative.used(),
+            query_budget_bytes: self.budget.total.limit(),
+            speculative_budget_bytes: self.budget.speculative.limit(),
+            spill_pages: self.spill.len() as u64,
+            spill_bytes: self.spill_bytes,
+            operations: self.jobs.len() as u64,
+            reads_in_flight: self.flow.reads_in_flight.into(),
+            writes_in_flight: self.flow.writes_in_flight.into(),
+            copies_in_flight: self.flow.copies_in_flight().into(),
+            sessions: self.sessions.len() as u64,
+        }
+    }
+
+    /// `(used_bytes, used_slots)` of one SSD device.
+    pub fn device_usage(&self, device: usize) -> (u64, u64) {
+        self.slots.usage(device)
+    }
+
+    /// Stops or resumes the use of one SSD device for new images.
+    pub fn set_device_accepts_writes(&mut self, device: u16, accepts: bool) {
+        self.slots.set_accepts_writes(device, accepts);
+    }
+
+    /// Whether every offered page has its outcome and no write is in flight.
+    pub fn spill_is_drained(&self) -> bool {
+        self.spill.is_empty() && self.flow.writes_in_flight == 0
+    }
+
+    /// Whether nothing is in flight: no copy, read or write.
+    pub fn is_quiet(&self) -> bool {
+        let flow = &self.flow;
+        flow.copies_in_flight() == 0 && flow.reads_in_flight == 0 && flow.writes_in_flight == 0
+    }
+
+    /// When [`super::Event::Tick`] next has something to do.
+    pub fn next_deadline(&self) -> Option<Nanos> {
+        let expiry = self.leases.next_expiry().map(|(expires, _)| expires);
+        let job = (self.next_deadline != Nanos::MAX).then_some(self.next_deadline);
+        expiry.into_iter().chain(job).min()
+    }
+
+    /// Drops every page from DRAM that nothing holds. Pages that are on SSD stay there.
+    pub fn evict_dram(&mut self, out: &mut Effects) -> Evicted {
+        let mut evicted = Evicted::default();
+        // A parent becomes free to go when its last child went: repeat until nothing moves.
+        loop {
+            let mut moved = false;
+            let mut next = self.dram.coldest();
+            while let Some(page) = next {
+                next = self.dram.hotter(&self.pages, page);
+                let found = &self.pages[page];
+                let leaf = self.pages.first_child(page).is_none();
+                if found.io > 0 || (found.slot.is_none() && !leaf) {
+                    continue;
+                }
+                evicted.pages += 1;
+                evicted.bytes += found.extent.map_or(0, |extent| u64::from(extent.bytes));
+                self.evict(page, out);
+                moved = true;
+            }
+            if !moved {
+                break;
+            }
+        }
+        let resident = self.pages.iter().filter(|(_, page)| page.extent.is_some()).count();
+        evicted.pages_kept = resident as u64;
+        evicted
+    }
+
+    /// Every session.
+    pub fn session_views(&self) -> impl Iterator<Item = SessionView> {
+        self.sessions.iter().map(|(session, found)| SessionView {
+            session,
+            engine: found.engine,
+            outstanding: found.outstanding,
+            leased_bytes: found.leased_bytes,
+            regions: found.regions.iter().flatten().count() as u32,
+            closing: found.closing,
+        })
+    }
+
+    /// Every operation under way.
+    pub fn operation_views(&self) -> impl Iterator<Item = OperationView> {
+        self.jobs.iter().map(|(_, job)| OperationView {
+            session: job.session,
+            operation: job.operation,
+            kind: job.kind,
+            stage: match job.stage {
+                Stage::Idle => "idle",
+                Stage::Save { .. } => "copying",
+                Stage::Wait { .. } => "waiting for budget",
+                Stage::Fill { .. } => "reading",
+                Stage::Restore { waits_for_memory: true, .. } => "waiting for memory",
+                Stage::Restore { reading: 1.., .. } => "reading",
+                Stage::Restore { .. } => "copying",
+                Stage::Forget { .. } => "recording",
+                Stage::Unregister { .. } | Stage::Drain => "waiting for others",
+            },
+            queued_ns: job.queued_ns,
+        })
+    }
+
+    /// Every lease.
+    pub fn lease_views(&self) -> impl Iterator<Item = LeaseView> {
+        self.leases.iter().map(|(lease, found)| LeaseView {
+            lease,
+            group: found.group,
+            session: found.session,
+            bytes: found.bytes,
+            pages: found.live_pages,
+            expires_ns: found.expires,
+        })
+    }
+
+    /// Every namespace.
+    pub fn namespace_views(&self) -> impl Iterator<Item = NamespaceView<'_>> {
+        self.namespaces.iter().map(|namespace| NamespaceView {
+            label: &namespace.label,
+            page_bytes: namespace.image_bytes.into(),
+            dram_pages: namespace.dram_pages,
+            ssd_pages: namespace.ssd_pages,
+            forgotten: namespace.forgotten,
+        })
+    }
+
+    /// Whether a session still has the region.
+    pub fn has_region(&self, session: SessionId, region: RegionId) -> bool {
+        self.sessions.get(session).is_some_and(|session| session.region(region).is_some())
+    }
+}

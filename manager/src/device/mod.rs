@@ -1,0 +1,198 @@
+//! Copies between device pages of the engines and page images in DRAM.
+//!
+//! A [`Device`] takes commands and gives back their ends; both directions run at once and neither
+//! call ever waits. [`HostDevice`] serves engines whose KV lies in host memory.
+
+mod host;
+mod region;
+
+use std::sync::Arc;
+
+use crate::core::{CopyFault, CopyPage, Direction, Ticket};
+
+pub use host::{HostDevice, HostMemory, ImportError, MemoryWay, PeerHandle};
+pub use region::{DeviceRegion, PageLayout, Placement, RegionError};
+
+/// Commands of one direction that may be submitted and not yet polled.
+pub const COMMANDS_MAX: usize = 256;
+
+/// Called by a device thread after each end it made available: wakes whoever polls. Must not block.
+pub type Notify = Arc<dyn Fn() + Send + Sync>;
+
+/// Something that copies. One thread owns it; its work happens elsewhere.
+pub trait Device: Send {
+    /// Takes a command. Gives it back when [`COMMANDS_MAX`] of its direction are outstanding, or
+    /// after [`stop`](Self::stop).
+    ///
+    /// Commands of one direction may end in any order: a long one does not hold up a short one.
+    /// Until its end is polled, device pages and extents of the command belong to the device.
+    fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand>;
+
+    /// The end of one command, if any is waiting. From then on the device touches neither its pages
+    /// nor its DRAM.
+    fn poll(&mut self) -> Option<CopyEnd>;
+
+    /// Commands submitted whose end was not polled yet.
+    fn outstanding(&self) -> usize;
+
+    /// Takes no more commands, finishes every accepted one and returns when no thread of the device
+    /// runs any more. The ends can still be polled.
+    fn stop(&mut self);
+}
+
+/// Memory of an engine that a device can reach.
+#[derive(Debug)]
+pub enum DeviceMemory {
+    /// Host memory.
+    Host(HostMemory),
+}
+
+impl DeviceMemory {
+    /// Bytes that the engine offered, from offset 0.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Host(memory) => memory.bytes(),
+        }
+    }
+}
+
+/// Where an operation's completion word lies, and what to store there.
+#[derive(Clone)]
+pub struct DoneWord {
+    /// The session's words.
+    pub words: Arc<dyn DoneWords>,
+    /// Index of the operation.
+    pub operation_index: u32,
+    /// Word of that operation.
+    pub word_index: u32,
+    /// Stored after the last byte.
+    pub value: u32,
+}
+
+/// Done words of one session: an engine that reads a stored value sees every byte copied before.
+pub trait DoneWords: Send + Sync {
+    /// Stores with release order.
+    fn store(&self, operation_index: u32, word_index: u32, value: u32);
+}
+
+/// One copy of whole pages.
+pub struct CopyCommand {
+    /// Names it in its end.
+    pub ticket: Ticket,
+    /// Which way.
+    pub direction: Direction,
+    /// Device side. Kept alive by the command.
+    pub region: Arc<DeviceRegion>,
+    /// What goes where, in order; each extent holds at least `image_bytes`.
+    pub pages: Vec<CopyPage>,
+    /// Bytes of one page image: the region's.
+    pub image_bytes: u32,
+    /// Event to wait for first. A device without events refuses it.
+    pub fence: Option<u32>,
+    /// Stored once the last byte of the last page is in place, and only then.
+    pub done: Option<DoneWord>,
+    /// Comes back in the end, filled; give a used one to save an allocation. Cleared first.
+    pub checksums: Vec<u64>,
+}
+
+/// How a command ended.
+pub struct CopyEnd {
+    /// Of the command.
+    pub ticket: Ticket,
+    /// Of the command.
+    pub direction: Direction,
+    /// Pages from the first on whose bytes are all in place.
+    pub pages_done: u32,
+    /// Why not all of them are.
+    pub error: Option<CopyError>,
+    /// Saves: xxh3-64 of the first `pages_done` images. Restores: empty.
+    pub checksums: Vec<u64>,
+    /// Of the command, for reuse.
+    pub pages: Vec<CopyPage>,
+}
+
+impl CopyEnd {
+    /// The fault as `core` is told.
+    pub fn fault(&self) -> Option<CopyFault> {
+        self.error.map(|error| error.fault())
+    }
+}
+
+/// Why a copy stopped, with what a log line needs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum CopyError {
+    /// The process that registered the memory is dead.
+    #[error("engine process {pid} exited")]
+    PeerExited {
+        /// Its id while it lived.
+        pid: i32,
+    },
+    /// Its nonce is gone: it is another program now, or it unmapped what it registered.
+    #[error("engine process {pid} no longer holds its nonce: it called exec or unmapped it")]
+    NonceLost {
+        /// Its id.
+        pid: i32,
+    },
+    /// A part of the registered memory cannot be accessed.
+    #[error("memory of engine process {pid} at {address:#x}: errno {errno}")]
+    Unreachable {
+        /// Its id.
+        pid: i32,
+        /// First address that failed.
+        address: u64,
+        /// Positive errno; 0 when the kernel transferred nothing without saying why.
+        errno: i32,
+    },
+    /// A memfd is shorter than when it was registered.
+    #[error("engine memfd was cut to {size_bytes} bytes, {needed_bytes} were registered")]
+    Truncated {
+        /// Now.
+        size_bytes: u64,
+        /// Registered.
+        needed_bytes: u64,
+    },
+    /// Reading or writing a memfd failed.
+    #[error("engine memfd at offset {offset}: errno {errno}")]
+    Descriptor {
+        /// Offset of the failed part.
+        offset: u64,
+        /// Positive errno.
+        errno: i32,
+    },
+    /// The device has no events, or not this one.
+    #[error("fence {fence} is unknown to this device")]
+    NoFence {
+        /// As asked for.
+        fence: u32,
+    },
+    /// The command does not fit its region or the image memory: a bug of the caller.
+    #[error("page {page} of the command does not fit its region or image memory")]
+    BadCommand {
+        /// Position in the command.
+        page: u32,
+    },
+}
+
+impl CopyError {
+    /// The fault as `core` is told.
+    pub const fn fault(self) -> CopyFault {
+        match self {
+            Self::PeerExited { .. }
+            | Self::NonceLost { .. }
+            | Self::Unreachable { .. }
+            | Self::Truncated { .. } => CopyFault::Peer,
+            Self::Descriptor { errno, .. } => match errno {
+                libc::ENOMEM | libc::ENOSPC | libc::EIO => CopyFault::Device,
+                _ => CopyFault::Peer,
+            },
+            Self::NoFence { .. } => CopyFault::Fence,
+            Self::BadCommand { .. } => CopyFault::Device,
+        }
+    }
+
+    /// Whether the peer behind the memory is not the one that registered it any more, so that its
+    /// session must end.
+    pub const fn ends_session(self) -> bool {
+        matches!(self, Self::PeerExited { .. } | Self::NonceLost { .. })
+    }
+}

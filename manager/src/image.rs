@@ -1,0 +1,79 @@
+//! Image memory as its users see it: an extent goes in, the address of its bytes comes out.
+//!
+//! The pool owns the memory; device and SSD workers copy from and to it. They meet here, so that
+//! neither has to know the other. Laws:
+//!
+//! 1. Only whoever holds an [`Extent`] touches its bytes. `core` gives an extent to one operation
+//!    at a time, and no peer can reach this memory, so a holder may read it as a plain slice.
+//! 2. A [`DramSlice`] cannot outlive the borrow of the memory that gave it.
+#![allow(unsafe_code, reason = "gives out addresses of the pool's memory")]
+
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+
+use twox_hash::XxHash3_64;
+
+use crate::core::Extent;
+
+/// Memory that holds page images.
+pub trait ImageMemory: Send + Sync {
+    /// The bytes of `extent`, or `None` when it does not lie within an arena. Any part of an
+    /// extent is an extent too: only bounds are checked here, not ownership.
+    fn slice(&self, extent: Extent) -> Option<DramSlice<'_>>;
+}
+
+/// Bytes of image memory, borrowed from their [`ImageMemory`] but without a reference to them.
+#[derive(Clone, Copy, Debug)]
+pub struct DramSlice<'memory> {
+    start: NonNull<u8>,
+    bytes: usize,
+    memory: PhantomData<&'memory ()>,
+}
+
+// SAFETY: the bytes belong to no thread; law 1 gives them to one holder at a time.
+unsafe impl Send for DramSlice<'_> {}
+
+impl<'memory> DramSlice<'memory> {
+    /// # Safety
+    ///
+    /// `bytes` bytes from `start` are initialised, readable and writable for `'memory`, unknown to
+    /// every other process, and reached through nothing but a `DramSlice` during that time.
+    pub unsafe fn new(start: NonNull<u8>, bytes: usize) -> Self {
+        Self { start, bytes, memory: PhantomData }
+    }
+
+    /// First byte. Valid for [`bytes`](Self::bytes) bytes as long as the memory is borrowed.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// xxh3-64 of the bytes, as a footer records it. Only the holder of the extent calls this.
+    pub fn checksum(&self) -> u64 {
+        // SAFETY: `new` was promised valid, initialised bytes; nobody writes them meanwhile (law 1).
+        let image = unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) };
+        XxHash3_64::oneshot(image)
+    }
+
+    /// Copies the bytes out. Only the holder of the extent calls this.
+    pub fn to_vec(&self) -> Vec<u8> {
+        // SAFETY: as in `checksum`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }.to_vec()
+    }
+
+    /// Overwrites the first `source.len()` bytes, or does nothing and returns false when they do
+    /// not fit. Only the holder of the extent calls this.
+    pub fn fill_from(&self, source: &[u8]) -> bool {
+        if source.len() > self.bytes {
+            return false;
+        }
+        // SAFETY: the destination has room (checked), is valid (`new`) and held by the caller
+        // (law 1), and `source`, a live reference, cannot overlap it.
+        unsafe { self.start.as_ptr().copy_from_nonoverlapping(source.as_ptr(), source.len()) };
+        true
+    }
+}

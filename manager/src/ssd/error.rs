@@ -1,0 +1,177 @@
+//! Why an SSD file cannot be opened or checked.
+
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+
+use super::format::{FORMAT, Superblock};
+
+/// A failure of the SSD tier outside the data path, by cause.
+#[derive(Debug, thiserror::Error)]
+pub enum SsdError {
+    /// The folder of the path does not exist.
+    #[error("ssd file {path}: its folder does not exist; create it or choose another path")]
+    FolderMissing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Something else than a file lies there.
+    #[error("ssd path {path} is not a regular file; choose a path inside a folder")]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The file system is memory.
+    #[error(
+        "ssd file {path} would lie on {file_system}, which is memory and not a disk; choose a path \
+         on a disk file system such as ext4 or xfs"
+    )]
+    MemoryFileSystem {
+        /// The file.
+        path: PathBuf,
+        /// What it lies on.
+        file_system: &'static str,
+    },
+    /// Two paths name one file, or another process holds it.
+    #[error(
+        "ssd file {path} is in use{}; stop that process or choose another path",
+        .holder.map(|pid| format!(" by process {pid}")).unwrap_or_default()
+    )]
+    Locked {
+        /// The file.
+        path: PathBuf,
+        /// Process that holds the lock, where /proc/locks names it.
+        holder: Option<u32>,
+    },
+    /// The file exists and something else wrote it. It was not touched.
+    #[error("{path} is not an OrbitKV SSD file and was not touched; choose another path")]
+    NotOurs {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Another version of this program made it.
+    #[error(
+        "ssd file {path} has format {found}; this program knows {FORMAT}: remove the file (a cache \
+         can be lost) or use the program that made it"
+    )]
+    UnknownFormat {
+        /// The file.
+        path: PathBuf,
+        /// Its format.
+        found: u32,
+    },
+    /// Ours, but neither superblock copy is whole.
+    #[error(
+        "ssd file {path} is damaged: no superblock copy is whole; remove the file (a cache can be \
+         lost)"
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file is larger than it may be now.
+    #[error(
+        "ssd file {path} was made with {have} bytes and cannot shrink to {want}; raise the \
+         capacity or remove the file (a cache can be lost)"
+    )]
+    Shrink {
+        /// The file.
+        path: PathBuf,
+        /// Its capacity in bytes.
+        have: u64,
+        /// Capacity asked for, in bytes.
+        want: u64,
+    },
+    /// The file's region table has no room for so many regions.
+    #[error(
+        "ssd file {path} can grow to {max} bytes, not to {want}; lower the capacity or remove the \
+         file (a cache can be lost)"
+    )]
+    GrowLimit {
+        /// The file.
+        path: PathBuf,
+        /// Largest capacity of this file in bytes.
+        max: u64,
+        /// Capacity asked for, in bytes.
+        want: u64,
+    },
+    /// A new file of this capacity makes no sense.
+    #[error(
+        "ssd capacity of {want} bytes for {path} is out of range: {} to {} bytes a file",
+        Superblock::CAPACITY_BYTES_MIN,
+        Superblock::CAPACITY_BYTES_MAX
+    )]
+    Capacity {
+        /// The file.
+        path: PathBuf,
+        /// Capacity asked for, in bytes.
+        want: u64,
+    },
+    /// The disk is too full to hold the whole file.
+    #[error(
+        "ssd file {path}: reserving {want} bytes failed, {free} are free; free space or lower the \
+         capacity"
+    )]
+    NoSpace {
+        /// The file.
+        path: PathBuf,
+        /// Capacity asked for, in bytes.
+        want: u64,
+        /// Bytes that the file system would still give.
+        free: u64,
+    },
+    /// The file system cannot do direct I/O.
+    #[error(
+        "ssd file {path}: its file system refuses O_DIRECT; choose another path, or turn direct I/O \
+         off (it then goes through the page cache)"
+    )]
+    NoDirectIo {
+        /// The file.
+        path: PathBuf,
+    },
+    /// io_uring was demanded and is refused.
+    #[error(
+        "io_uring is refused ({errno}): a seccomp profile (containers) or the sysctl \
+         kernel.io_uring_disabled forbids it; allow it or choose the ssd engine auto or blocking"
+    )]
+    NoUring {
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// No path, or more than [`DEVICES_MAX`](super::DEVICES_MAX).
+    #[error("an ssd tier has 1 to {} files, not {count}", super::DEVICES_MAX)]
+    FileCount {
+        /// How many.
+        count: usize,
+    },
+    /// A system call failed.
+    #[error("ssd file {path}: {operation} of {bytes} bytes at offset {offset} failed: {errno}")]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Where, in bytes.
+        offset: u64,
+        /// How much, in bytes; zero where the call has no length.
+        bytes: u64,
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// A thread or descriptor of the tier could not be made.
+    #[error("ssd tier: {operation} failed: {errno}")]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// What the kernel said.
+        errno: Errno,
+    },
+}
+
+impl SsdError {
+    /// True when the file is someone else's (or damaged, or of another format): wrong input, not a
+    /// failing system.
+    pub fn is_not_ours(&self) -> bool {
+        matches!(self, Self::NotOurs { .. } | Self::UnknownFormat { .. } | Self::Damaged { .. })
+    }
+}

@@ -1,0 +1,155 @@
+//! A disk in memory that fails as told. Fault model: each chunk, when it is served, may be answered
+//! with an errno, moved in part (the rest of a read keeps its old bytes, the rest of a write never
+//! reaches the disk), or written with a flipped bit; chunks are served in any order.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use super::format::BLOCK_BYTES;
+use super::io::{Chunk, Done, Engine, EngineKind, EngineMode, Part, Transfer};
+use super::wake::Wake;
+use crate::image::ImageMemory;
+
+/// What to do to a chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Fault {
+    /// Answer with this errno, move nothing.
+    Errno(i32),
+    /// Move this many bytes only.
+    Short(u32),
+    /// Flip one bit of the byte at this position of the chunk, on the way.
+    Flip(u32),
+}
+
+type Plan = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
+
+/// The bytes of a disk; shared by engines that are to see the same file.
+pub(crate) type Disk = Arc<Mutex<Vec<u8>>>;
+
+/// An engine over a [`Disk`].
+pub(crate) struct FakeEngine {
+    disk: Disk,
+    memory: Arc<dyn ImageMemory>,
+    wake: Arc<Wake>,
+    depth: usize,
+    queue: VecDeque<Chunk>,
+    plan: Plan,
+    newest_first: bool,
+    /// Offset, bytes and parts of everything that was served, in order.
+    pub(crate) served: Arc<Mutex<Vec<(Transfer, u64, u32, usize)>>>,
+}
+
+impl FakeEngine {
+    pub(crate) fn new(
+        disk: Disk,
+        memory: Arc<dyn ImageMemory>,
+        wake: Arc<Wake>,
+        depth: u16,
+    ) -> Self {
+        Self {
+            disk,
+            memory,
+            wake,
+            depth: usize::from(depth),
+            queue: VecDeque::new(),
+            plan: Box::new(|_| None),
+            newest_first: false,
+            served: Arc::default(),
+        }
+    }
+
+    /// Asks `plan` before each chunk is served.
+    pub(crate) fn with_plan(mut self, plan: impl FnMut(&Chunk) -> Option<Fault> + 'static) -> Self {
+        self.plan = Box::new(plan);
+        self
+    }
+
+    /// Serves the newest chunk first instead of the oldest.
+    pub(crate) fn newest_first(mut self) -> Self {
+        self.newest_first = true;
+        self
+    }
+
+    fn serve(&mut self, chunk: &mut Chunk) -> i32 {
+        let fault = (self.plan)(chunk);
+        let mut left = chunk.bytes() as usize;
+        match fault {
+            Some(Fault::Errno(errno)) => return -errno,
+            Some(Fault::Short(bytes)) => left = left.min(bytes as usize),
+            _ => {}
+        }
+        let mut disk = self.disk.lock().unwrap();
+        let mut at = chunk.offset as usize;
+        let mut moved = 0;
+        for part in &mut chunk.parts {
+            let bytes =
+                (part.bytes() as usize).min(left - moved).min(disk.len().saturating_sub(at));
+            let range = at..at + bytes;
+            match (chunk.transfer, part) {
+                (Transfer::Read, Part::Image(extent)) => match self.memory.slice(*extent) {
+                    Some(slice) => assert!(slice.fill_from(&disk[range])),
+                    None => return -libc::EFAULT,
+                },
+                (Transfer::Write, Part::Image(extent)) => match self.memory.slice(*extent) {
+                    Some(slice) => disk[range].copy_from_slice(&slice.to_vec()[..bytes]),
+                    None => return -libc::EFAULT,
+                },
+                (Transfer::Read, Part::Block(block)) => {
+                    block.0[..bytes].copy_from_slice(&disk[range]);
+                }
+                (Transfer::Write, Part::Block(block)) => {
+                    disk[range].copy_from_slice(&block.0[..bytes]);
+                }
+            }
+            at += bytes;
+            moved += bytes;
+        }
+        if let Some(Fault::Flip(byte)) = fault {
+            disk[chunk.offset as usize + byte as usize] ^= 1;
+        }
+        let served = (chunk.transfer, chunk.offset, moved as u32, chunk.parts.len());
+        self.served.lock().unwrap().push(served);
+        moved as i32
+    }
+}
+
+impl Engine for FakeEngine {
+    fn mode(&self) -> EngineMode {
+        EngineMode { kind: EngineKind::Fake, registered_bytes: 0 }
+    }
+
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn submit(&mut self, chunk: Chunk) -> Result<(), Chunk> {
+        assert!(
+            chunk.offset.is_multiple_of(BLOCK_BYTES as u64),
+            "direct I/O wants aligned offsets"
+        );
+        assert!(chunk.bytes().is_multiple_of(BLOCK_BYTES as u32) && chunk.bytes() > 0);
+        if self.queue.len() >= self.depth {
+            return Err(chunk);
+        }
+        self.queue.push_back(chunk);
+        Ok(())
+    }
+
+    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
+        let next = if self.newest_first { self.queue.pop_back() } else { self.queue.pop_front() };
+        if let Some(mut chunk) = next {
+            let result = self.serve(&mut chunk);
+            done.push(Done { chunk, result });
+            return;
+        }
+        self.wake.doze();
+        if !ready() {
+            self.wake.block();
+        }
+        self.wake.rise();
+    }
+}

@@ -1,0 +1,353 @@
+//! One SSD file: claimed, preallocated, read and written in whole blocks.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+use rustix::io::Errno;
+
+use super::error::SsdError;
+use super::format::{BLOCK_BYTES, Block};
+
+const TMPFS: u64 = 0x0102_1994;
+const RAMFS: u64 = 0x8584_58F6;
+const OVERLAYFS: u64 = 0x794C_7630;
+
+/// An open SSD file, locked against every other process until it is dropped.
+#[derive(Debug)]
+pub struct SsdFile {
+    file: File,
+    path: PathBuf,
+    direct: bool,
+    preallocated: bool,
+}
+
+/// How to open.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Access {
+    /// Read and write, made if absent, exclusively locked; with direct I/O or without.
+    Tier {
+        /// `O_DIRECT`.
+        direct: bool,
+    },
+    /// Read only: nothing is made or changed. Locked against a tier, not against other readers.
+    Inspect,
+}
+
+impl SsdFile {
+    /// Opens and locks the file. It may be empty afterwards, or hold anything.
+    pub(crate) fn open(path: &Path, access: Access) -> Result<Self, SsdError> {
+        let path = path.to_owned();
+        if matches!(access, Access::Tier { .. }) {
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            let folder = folder.unwrap_or(Path::new("."));
+            if !folder.is_dir() {
+                return Err(SsdError::FolderMissing { path });
+            }
+            // Before anything is made there.
+            if let Ok(stat) = rustix::fs::statfs(folder) {
+                refuse_memory(stat.f_type as u64, &path)?;
+            }
+        }
+        if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
+            return Err(SsdError::NotAFile { path });
+        }
+        let (write, lock) = match access {
+            Access::Tier { .. } => (true, FlockOperation::NonBlockingLockExclusive),
+            Access::Inspect => (false, FlockOperation::NonBlockingLockShared),
+        };
+        let opened =
+            OpenOptions::new().read(true).write(write).create(write).mode(0o600).open(&path);
+        let file = match opened {
+            Ok(file) => file,
+            Err(error) => return Err(io_error("open", &path, 0, 0, errno_of(&error))),
+        };
+        let mut file = Self { file, path, direct: false, preallocated: false };
+        file.check_file_system()?;
+        file.lock(lock)?;
+        match access {
+            Access::Tier { direct: true } => {
+                if !file.set_direct()? {
+                    return Err(SsdError::NoDirectIo { path: file.path });
+                }
+            }
+            // Checking a cache should not fill the page cache, but must not fail for it either.
+            Access::Inspect => _ = file.set_direct()?,
+            Access::Tier { direct: false } => {}
+        }
+        Ok(file)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// True when I/O goes around the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// True when all its space is reserved, so that no write can run out of it.
+    pub fn is_preallocated(&self) -> bool {
+        self.preallocated
+    }
+
+    /// For the engines.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Length in bytes.
+    pub(crate) fn len(&self) -> Result<u64, SsdError> {
+        let metadata = self.file.metadata().map_err(|error| self.failed("stat", 0, 0, &error))?;
+        Ok(metadata.len())
+    }
+
+    /// Reserves the space of the whole file and gives it its length. A file system that cannot
+    /// reserve gets the length only, and says so in the log and in
+    /// [`is_preallocated`](Self::is_preallocated).
+    pub(crate) fn reserve(&mut self, capacity_bytes: u64) -> Result<(), SsdError> {
+        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, capacity_bytes) {
+            Ok(()) => self.preallocated = true,
+            Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => {
+                let free = rustix::fs::fstatvfs(&self.file)
+                    .map(|stat| stat.f_bavail * stat.f_frsize)
+                    .unwrap_or(0);
+                let path = self.path.clone();
+                return Err(SsdError::NoSpace { path, want: capacity_bytes, free });
+            }
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                tracing::warn!(
+                    path = %self.path.display(),
+                    "the file system cannot reserve space: writes may fail when the disk is full"
+                );
+                if self.len()? < capacity_bytes {
+                    self.file
+                        .set_len(capacity_bytes)
+                        .map_err(|error| self.failed("set length", 0, capacity_bytes, &error))?;
+                }
+            }
+            Err(errno) => {
+                return Err(io_error("fallocate", &self.path, 0, capacity_bytes, errno));
+            }
+        }
+        // The file holds everybody's KV. Not ours to change is no reason to stop.
+        let _ = self.file.set_permissions(std::fs::Permissions::from_mode(0o600));
+        Ok(())
+    }
+
+    /// Fills `blocks` from `offset`. Shorter than asked is an error (`Errno::NODATA`).
+    pub(crate) fn read_blocks(&self, blocks: &mut [Block], offset: u64) -> Result<(), SsdError> {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(blocks);
+        let len = bytes.len() as u64;
+        self.file
+            .read_exact_at(bytes, offset)
+            .map_err(|error| self.failed("read", offset, len, &error))
+    }
+
+    /// Writes all of `blocks` at `offset`.
+    pub(crate) fn write_blocks(&self, blocks: &[Block], offset: u64) -> Result<(), SsdError> {
+        let bytes: &[u8] = bytemuck::cast_slice(blocks);
+        let len = bytes.len() as u64;
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|error| self.failed("write", offset, len, &error))
+    }
+
+    /// Returns when everything written so far survives a power failure.
+    pub(crate) fn sync(&self) -> Result<(), SsdError> {
+        self.file.sync_data().map_err(|error| self.failed("fdatasync", 0, 0, &error))
+    }
+
+    /// True when the first `bytes` bytes, or all there are, were never written.
+    pub(crate) fn is_blank(&self, bytes: u64) -> Result<bool, SsdError> {
+        let mut block = [Block::ZERO];
+        for offset in (0..bytes.min(self.len()?)).step_by(BLOCK_BYTES) {
+            match self.read_blocks(&mut block, offset) {
+                Ok(()) if block[0].is_zero() => {}
+                Ok(()) => return Ok(false),
+                // The file ends inside the block: nothing that we made.
+                Err(SsdError::Io { errno: Errno::NODATA, .. }) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    fn set_direct(&mut self) -> Result<bool, SsdError> {
+        let flags = rustix::fs::fcntl_getfl(&self.file)
+            .map_err(|errno| io_error("fcntl", &self.path, 0, 0, errno))?;
+        match rustix::fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT) {
+            Ok(()) => self.direct = true,
+            Err(Errno::INVAL) => {}
+            Err(errno) => return Err(io_error("fcntl", &self.path, 0, 0, errno)),
+        }
+        Ok(self.direct)
+    }
+
+    fn check_file_system(&self) -> Result<(), SsdError> {
+        let stat = rustix::fs::fstatfs(&self.file)
+            .map_err(|errno| io_error("statfs", &self.path, 0, 0, errno))?;
+        refuse_memory(stat.f_type as u64, &self.path)?;
+        if stat.f_type as u64 == OVERLAYFS {
+            tracing::warn!(
+                path = %self.path.display(),
+                "overlayfs costs up to a quarter of the bandwidth with small pages, and a \
+                 container's layer goes with it; mount a volume for the SSD file"
+            );
+        }
+        Ok(())
+    }
+
+    fn lock(&self, operation: FlockOperation) -> Result<(), SsdError> {
+        match rustix::fs::flock(&self.file, operation) {
+            Ok(()) => Ok(()),
+            Err(Errno::WOULDBLOCK) => {
+                Err(SsdError::Locked { path: self.path.clone(), holder: self.lock_holder() })
+            }
+            Err(errno) => Err(io_error("flock", &self.path, 0, 0, errno)),
+        }
+    }
+
+    /// Who holds the lock, as the kernel's table has it. For the message only.
+    fn lock_holder(&self) -> Option<u32> {
+        let inode = self.file.metadata().ok()?.ino();
+        let table = std::fs::read_to_string("/proc/locks").ok()?;
+        lock_holder_in(&table, inode)
+    }
+
+    fn failed(
+        &self,
+        operation: &'static str,
+        offset: u64,
+        bytes: u64,
+        error: &std::io::Error,
+    ) -> SsdError {
+        io_error(operation, &self.path, offset, bytes, errno_of(error))
+    }
+}
+
+fn refuse_memory(file_system: u64, path: &Path) -> Result<(), SsdError> {
+    let file_system = match file_system {
+        TMPFS => "tmpfs",
+        RAMFS => "ramfs",
+        _ => return Ok(()),
+    };
+    Err(SsdError::MemoryFileSystem { path: path.to_owned(), file_system })
+}
+
+/// The process of the first FLOCK line of /proc/locks that names `inode`.
+fn lock_holder_in(table: &str, inode: u64) -> Option<u32> {
+    let wanted = format!(":{inode}");
+    table.lines().find_map(|line| {
+        // "12: FLOCK  ADVISORY  WRITE 4711 fe:00:1234 0 EOF"
+        let mut words = line.split_whitespace().skip(1);
+        let kind = words.next()?;
+        let process = words.nth(2)?;
+        let file = words.next()?;
+        (kind == "FLOCK" && file.ends_with(&wanted)).then(|| process.parse().ok())?
+    })
+}
+
+/// The errno in `error`. The standard library has errors of its own for a transfer that ends
+/// early: those become `NODATA`.
+fn errno_of(error: &std::io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::NODATA)
+}
+
+fn io_error(
+    operation: &'static str,
+    path: &Path,
+    offset: u64,
+    bytes: u64,
+    errno: Errno,
+) -> SsdError {
+    SsdError::Io { operation, path: path.to_owned(), offset, bytes, errno }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holder_of_a_lock_is_found_in_the_kernels_table() {
+        let table = "1: POSIX  ADVISORY  WRITE 10 fe:00:77 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 4711 fe:00:77 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 12 fe:00:177 0 EOF\n";
+        assert_eq!(lock_holder_in(table, 77), Some(4711));
+        assert_eq!(lock_holder_in(table, 7), None);
+        assert_eq!(lock_holder_in("garbage", 7), None);
+    }
+
+    #[test]
+    fn a_file_is_claimed_once_and_its_holder_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tier");
+        let held = SsdFile::open(&path, Access::Tier { direct: false }).unwrap();
+        for access in [Access::Tier { direct: true }, Access::Inspect] {
+            match SsdFile::open(&path, access) {
+                Err(SsdError::Locked { holder, .. }) => {
+                    assert!(holder.is_none_or(|pid| pid == std::process::id()), "{holder:?}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        drop(held);
+        let _reader = SsdFile::open(&path, Access::Inspect).unwrap();
+        let _other_reader = SsdFile::open(&path, Access::Inspect).unwrap();
+    }
+
+    #[test]
+    fn a_new_file_is_private_and_keeps_its_length() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("with space ü");
+        let mut file = SsdFile::open(&path, Access::Tier { direct: true }).unwrap();
+        assert!(file.is_blank(1 << 20).unwrap());
+        file.reserve(3 << 20).unwrap();
+        let metadata = path.metadata().unwrap();
+        assert_eq!(metadata.len(), 3 << 20);
+        assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+        if file.is_preallocated() {
+            assert!(metadata.blocks() * 512 >= 3 << 20);
+        }
+    }
+
+    #[test]
+    fn paths_that_cannot_hold_a_tier_are_refused_by_cause() {
+        let folder = tempfile::tempdir().unwrap();
+        let tier = Access::Tier { direct: false };
+        let missing = folder.path().join("no").join("tier");
+        assert!(matches!(SsdFile::open(&missing, tier), Err(SsdError::FolderMissing { .. })));
+        assert!(matches!(SsdFile::open(folder.path(), tier), Err(SsdError::NotAFile { .. })));
+        assert!(!missing.exists());
+        let absent = folder.path().join("absent");
+        let error = SsdFile::open(&absent, Access::Inspect).unwrap_err();
+        assert!(matches!(error, SsdError::Io { errno: Errno::NOENT, .. }), "{error}");
+        assert!(!absent.exists(), "looking makes nothing");
+        if Path::new("/dev/shm").is_dir() {
+            let path = PathBuf::from(format!("/dev/shm/orbitkv-ssd-test-{}", std::process::id()));
+            let refused = SsdFile::open(&path, tier);
+            assert!(!path.exists(), "nothing is left behind");
+            assert!(matches!(refused, Err(SsdError::MemoryFileSystem { .. })), "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn reading_past_the_end_is_an_error_that_says_where() {
+        let folder = tempfile::tempdir().unwrap();
+        let file =
+            SsdFile::open(&folder.path().join("tier"), Access::Tier { direct: false }).unwrap();
+        file.write_blocks(&[Block([7; 4096])], 4096).unwrap();
+        let mut blocks = [Block::ZERO; 2];
+        file.read_blocks(&mut blocks, 0).unwrap();
+        assert_eq!((blocks[0].is_zero(), blocks[1].0[0]), (true, 7));
+        let error = file.read_blocks(&mut blocks, 4096).unwrap_err();
+        assert!(
+            matches!(error, SsdError::Io { offset: 4096, bytes: 8192, errno: Errno::NODATA, .. }),
+            "{error}"
+        );
+    }
+}
