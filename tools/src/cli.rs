@@ -7,7 +7,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
 use crate::exit::{Exit, ToolError};
-use crate::{demo, inspect, replay};
+use crate::{demo, inspect, replay, simulate};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -31,6 +31,8 @@ enum Verb {
     },
     /// Play a trace against a Manager and compare every restored byte
     Replay(replay::ReplayArgs),
+    /// Hit rates of a trace by the Manager's own decisions, no bytes moved
+    Simulate(simulate::SimulateArgs),
     /// Show what a Manager holds and does; works on a hung or dead one too
     Inspect(inspect::InspectArgs),
     /// One engine of a replay
@@ -63,6 +65,7 @@ fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
     match verb {
         Verb::Demo { outputs } => demo::run(outputs),
         Verb::Replay(args) => replay::run(args),
+        Verb::Simulate(args) => simulate::run(args),
         Verb::Inspect(args) => inspect::run(&args),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
     }

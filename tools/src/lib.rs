@@ -12,6 +12,7 @@ mod place;
 mod progress;
 pub mod replay;
 mod signal;
+pub mod simulate;
 mod table;
 pub mod trace;
 pub mod workload;

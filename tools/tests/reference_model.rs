@@ -3,6 +3,7 @@
 
 mod support;
 
+use orbitkv_tools::simulate::{Policy, Simulation};
 use support::{Counts, Model, published_trace};
 
 const SHORT_REQUESTS: usize = 1500;
@@ -65,4 +66,48 @@ fn prefix_lru_tokens_with_a_partial_tail() {
         [both.hits_dram, both.hits_ssd, both.demoted, both.dropped],
         [61_046, 40_336, 217_454, 147_118]
     );
+}
+
+/// Runs the Manager's decision code beside the model and compares request by request.
+fn same_as_model(trace: &str, requests: usize, sizes: &[(u64, u64)]) {
+    let Some(reader) = published_trace(trace) else { return };
+    let info = reader.info().clone();
+    let mut pairs: Vec<(Simulation, Model)> = sizes
+        .iter()
+        .map(|(dram, ssd)| {
+            let simulation = Simulation::new(&info, *dram, *ssd, Policy::Lru);
+            (simulation, Model::new(*dram as usize, *ssd as usize))
+        })
+        .collect();
+    for (number, request) in reader.take(requests).enumerate() {
+        let request = request.unwrap();
+        for (simulation, model) in &mut pairs {
+            simulation.request(&request);
+            model.request(&request, info.block_tokens);
+            let (row, counts) = (simulation.row(), model.counts);
+            assert_eq!(
+                [row.accesses, row.hit_pages_dram, row.hit_pages_ssd, row.hit_tokens],
+                [counts.accesses, counts.hits_dram, counts.hits_ssd, counts.hit_tokens],
+                "request {number} of {trace}, {} + {} pages",
+                row.dram_pages,
+                row.ssd_pages
+            );
+            assert_eq!(row.demoted_pages.unwrap_or(0), counts.demoted);
+            assert_eq!(
+                row.dropped_pages.unwrap_or(0),
+                counts.dropped * u64::from(row.ssd_pages > 0)
+            );
+        }
+    }
+}
+
+#[test]
+fn the_decision_code_hits_what_the_model_hits() {
+    let sizes = [(10_000, 0), (30_000, 0), (10_000, 30_000)];
+    same_as_model("claude_v8_A_p64", SHORT_REQUESTS, &sizes);
+}
+
+#[test]
+fn the_decision_code_hits_what_the_model_hits_when_requests_do_not_fit() {
+    same_as_model("mooncake_conversation_b512", 3000, &[(100, 0), (100, 1000), (1000, 10_000)]);
 }
