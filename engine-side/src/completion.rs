@@ -93,10 +93,6 @@ pub struct PageResult {
 
 impl PageResult {
     /// The result of a page that the Manager wrote nothing about.
-    pub(crate) const UNTOLD: Self = Self {
-        outcome: PageOutcome::None,
-        tier: Tier::None,
-        code: Code::None,
-        restorable: false,
-    };
+    pub(crate) const UNTOLD: Self =
+        Self { outcome: PageOutcome::None, tier: Tier::None, code: Code::None, restorable: false };
 }

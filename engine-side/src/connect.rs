@@ -143,9 +143,8 @@ impl Connect {
 
     fn open_socket(&self) -> Result<OwnedFd, ConnectError> {
         let path = &self.socket;
-        let refused = |action| {
-            move |errno| ConnectError::Environment { action, path: path.clone(), errno }
-        };
+        let refused =
+            |action| move |errno| ConnectError::Environment { action, path: path.clone(), errno };
         let address = SocketAddrUnix::new(path.as_path()).map_err(refused("name a socket"))?;
         let socket = rustix::net::socket_with(
             AddressFamily::UNIX,

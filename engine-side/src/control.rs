@@ -118,10 +118,8 @@ impl Control {
 
 /// Polls; an interrupted or failed poll reports nothing, and the next one will.
 fn poll_within(descriptors: &mut [PollFd<'_>], timeout: Duration) {
-    let timeout = Timespec {
-        tv_sec: timeout.as_secs() as i64,
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
+    let timeout =
+        Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     if rustix::event::poll(descriptors, Some(&timeout)).is_err() {
         for descriptor in descriptors {
             descriptor.clear_revents();

@@ -191,7 +191,9 @@ pub enum ConnectError {
         message: Box<str>,
     },
     /// Client and Manager were built for different versions of the wire.
-    #[error("this client speaks ABI version {ours}, the Manager {theirs}; install matching versions")]
+    #[error(
+        "this client speaks ABI version {ours}, the Manager {theirs}; install matching versions"
+    )]
     AbiMismatch {
         /// Of this client.
         ours: u32,

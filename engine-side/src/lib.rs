@@ -23,9 +23,7 @@ pub use error::{ConnectError, Gone, ProtocolFault, RegisterError, SubmitError, W
 pub use handles::{Block, Chain, Lease, LeaseParts, Memory, Operation, Region, Scope};
 pub use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec, Refusal};
 pub use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
-pub use orbitkv_shm_protocol::ids::{
-    EngineId, Epoch, LeaseId, OperationId, PageHash, SessionId,
-};
+pub use orbitkv_shm_protocol::ids::{EngineId, Epoch, LeaseId, OperationId, PageHash, SessionId};
 pub use orbitkv_shm_protocol::record::{
     Code, PageOutcome, QueryMode, RequestKind, SessionState, Tier,
 };

@@ -2,7 +2,10 @@
 //!
 //! The law of this file: it reads and writes nothing through the address; it only passes on the
 //! promise that the caller of an `unsafe` function makes. The rest of the crate has no `unsafe`.
-#![allow(unsafe_code, reason = "offering memory by address is a promise that only the caller can keep")]
+#![allow(
+    unsafe_code,
+    reason = "offering memory by address is a promise that only the caller can keep"
+)]
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -45,9 +45,8 @@ impl RangeAllocator {
         let end = range.start + range.len;
         let at = self.free.partition_point(|run| run.start < range.start);
         let joins_next = self.free.get(at).is_some_and(|next| next.start == end);
-        let joins_previous = at
-            .checked_sub(1)
-            .is_some_and(|p| self.free[p].start + self.free[p].len == range.start);
+        let joins_previous =
+            at.checked_sub(1).is_some_and(|p| self.free[p].start + self.free[p].len == range.start);
         debug_assert!(self.free.get(at).is_none_or(|next| next.start >= end), "double release");
         match (joins_previous, joins_next) {
             (true, true) => {

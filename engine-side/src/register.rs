@@ -95,9 +95,7 @@ impl Client {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Memory, RegisterError> {
         match self.ask(&ClientMessage::RegisterMemory(spec), descriptor.as_slice())? {
-            ManagerMessage::Memory { memory } => {
-                Ok(Memory { tag: self.tag(), id: memory, bytes })
-            }
+            ManagerMessage::Memory { memory } => Ok(Memory { tag: self.tag(), id: memory, bytes }),
             _ => Err(RegisterError::BadAnswer { expected: "memory" }),
         }
     }

@@ -153,10 +153,7 @@ pub fn wait_many(
     timeout: Duration,
 ) -> Result<Option<(usize, Completion)>, WaitManyError> {
     if clients.len() > WAIT_WORDS_MAX {
-        return Err(WaitManyError::TooMany {
-            clients: clients.len(),
-            clients_max: WAIT_WORDS_MAX,
-        });
+        return Err(WaitManyError::TooMany { clients: clients.len(), clients_max: WAIT_WORDS_MAX });
     }
     let at = |client| move |gone: Gone| WaitManyError::Gone { client, gone };
     let end = end_of(timeout);

@@ -77,3 +77,58 @@ impl<'memory> DramSlice<'memory> {
         true
     }
 }
+
+/// Image memory on the heap: one arena, for tests that have no business with a pool.
+#[cfg(test)]
+pub(crate) struct HeapImages {
+    /// Words, so that the arena is aligned; `UnsafeCell`, because slices write through `&self`.
+    words: Box<[std::cell::UnsafeCell<u64>]>,
+}
+
+// SAFETY: the bytes are reached through slices only, whose holders keep law 1.
+#[cfg(test)]
+unsafe impl Sync for HeapImages {}
+
+#[cfg(test)]
+impl HeapImages {
+    /// Zeroed memory of at least `bytes` bytes as arena 0.
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self { words: (0..bytes.div_ceil(8)).map(|_| std::cell::UnsafeCell::new(0)).collect() }
+    }
+}
+
+#[cfg(test)]
+impl ImageMemory for HeapImages {
+    fn slice(&self, extent: Extent) -> Option<DramSlice<'_>> {
+        let offset = usize::try_from(extent.offset).ok()?;
+        let bytes = extent.bytes as usize;
+        if extent.arena != 0 || offset.checked_add(bytes)? > self.words.len() * 8 {
+            return None;
+        }
+        let base = NonNull::from(&*self.words).cast::<u8>();
+        // SAFETY: offset + bytes is at most the length of the allocation (checked just above).
+        let start = unsafe { base.add(offset) };
+        // SAFETY: initialised, writable behind `UnsafeCell`, and borrowed with `self`.
+        Some(unsafe { DramSlice::new(start, bytes) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_check_bounds_and_carry_bytes() {
+        let images = HeapImages::new(8192);
+        let extent = |arena, offset, bytes| Extent { arena, offset, bytes };
+        for outside in [extent(1, 0, 1), extent(0, 8192, 1), extent(0, u64::MAX, 2)] {
+            assert!(images.slice(outside).is_none(), "{outside:?}");
+        }
+        let whole = images.slice(extent(0, 0, 8192)).expect("whole");
+        let half = images.slice(extent(0, 4096, 4096)).expect("half");
+        assert!(half.fill_from(&[3; 4096]));
+        assert!(!half.fill_from(&[3; 4097]));
+        assert_eq!(whole.to_vec(), [[0; 4096], [3; 4096]].concat());
+        assert_eq!(half.checksum(), XxHash3_64::oneshot(&[3; 4096]));
+    }
+}

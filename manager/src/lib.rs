@@ -1,11 +1,14 @@
 //! The OrbitKV Manager: one process per host that owns pinned DRAM, the SSD tier and the copies
 //! between them and the engines' KV pages.
 
+pub mod clock;
 pub mod config;
 pub mod core;
 pub mod device;
+pub mod endpoint;
 pub mod image;
 pub mod pool;
+pub mod service;
 pub mod ssd;
 pub mod telemetry;
 pub mod units;

@@ -53,6 +53,11 @@ impl Sleeper {
         seen
     }
 
+    /// Whether a sleep was announced and not ended.
+    pub fn is_announced(&self) -> bool {
+        !self.generation.get().is_multiple_of(2)
+    }
+
     /// Sleeps while the doorbell holds `seen`, at most `timeout`.
     pub fn wait(&self, seen: u32, timeout: Duration) -> WaitEnd {
         debug_assert!(!self.generation.get().is_multiple_of(2), "wait() without begin()");

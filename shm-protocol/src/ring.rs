@@ -266,6 +266,12 @@ impl<R: RingRecord> Consumer<R> {
         self.released
     }
 
+    /// The producer's index as last found valid.
+    #[inline]
+    pub fn seen(&self) -> u64 {
+        self.available
+    }
+
     /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load.
     #[inline]
     pub fn ready(&self) -> bool {

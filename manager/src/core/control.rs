@@ -8,7 +8,7 @@ use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
 use super::job::{JobRef, Stage};
 use super::namespace::NamespaceId;
-use super::stats::SpillOutcome;
+use super::stats::{LeaseEnd, SpillOutcome};
 use super::{Core, Taken};
 
 impl Core {
@@ -25,10 +25,12 @@ impl Core {
             return self.fail(ctx, ended, Code::UnknownLease, out);
         };
         if lease.closed {
-            let code = if lease.expired { Code::ExpiredLease } else { Code::UnknownLease };
+            let expired = lease.end == LeaseEnd::Expired;
+            let code = if expired { Code::ExpiredLease } else { Code::UnknownLease };
             return self.fail(ctx, ended, code, out);
         }
         let ended = Completion { pages: lease.live_pages, bytes: lease.bytes, ..ended };
+        lease.end = LeaseEnd::Released;
         if lease.users > 0 {
             // Its running copies end it.
             lease.closed = true;
@@ -331,11 +333,10 @@ impl Core {
     pub(super) fn tick(&mut self, now: Nanos, out: &mut Effects) {
         while let Some((expires, reference)) = self.leases.next_expiry().filter(|e| e.0 <= now) {
             debug_assert!(expires <= now);
-            self.stats.leases_expired += 1;
             self.leases.stop_clock(reference);
             let Some(lease) = self.leases.get_mut(reference) else { break };
             lease.closed = true;
-            lease.expired = true;
+            lease.end = LeaseEnd::Expired;
             let (users, session) = (lease.users, lease.session);
             if users == 0 {
                 self.end_lease(reference, out);

@@ -5,6 +5,7 @@ use orbitkv_shm_protocol::ids::{EngineId, LeaseId, SessionId};
 use super::event::Nanos;
 use super::index::PageId;
 use super::namespace::NamespaceId;
+use super::stats::LeaseEnd;
 
 const INDEX_BITS: u32 = 20;
 /// Most leases at one time.
@@ -49,8 +50,8 @@ pub(super) struct Lease {
     pub(super) users: u32,
     /// Released, expired, or without a group: refused to new work, ended when `users` is 0.
     pub(super) closed: bool,
-    /// Closed by its time to live.
-    pub(super) expired: bool,
+    /// How it ends, or ended.
+    pub(super) end: LeaseEnd,
     /// Its query has been answered. Until then only the query may end it.
     pub(super) granted: bool,
     older: u32,
@@ -114,7 +115,7 @@ impl Leases {
         lease.live_pages = 0;
         lease.users = 0;
         lease.closed = false;
-        lease.expired = false;
+        lease.end = LeaseEnd::Restored;
         lease.granted = false;
         lease.older = NIL;
         lease.newer = NIL;

@@ -61,8 +61,8 @@ pub use recover::RecoveredPage;
 pub use registration::CoreRefusal;
 pub use slots::{DeviceLayout, FOOTER_BYTES, RegionGeometry, slot_bytes};
 pub use spill::SpillPolicy;
-pub use stats::{Gauges, SpillOutcome, Stats};
-pub use view::{LeaseView, NamespaceView, OperationView, SessionView};
+pub use stats::{Gauges, LeaseEnd, SpillOutcome, Stats};
+pub use view::{Evicted, LeaseView, NamespaceView, OperationView, SessionView};
 
 /// Everything that `core` is told once.
 #[derive(Clone, Debug)]

@@ -525,7 +525,6 @@ impl Core {
                 });
             }
         }
-        self.stats.leases_granted += 1;
         reference
     }
 
@@ -538,6 +537,7 @@ impl Core {
     fn grant(&mut self, now: Nanos, reference: LeaseId, ended: Completion) -> Completion {
         let expires = now.saturating_add(self.config.lease_ttl_ns);
         self.leases.start_clock(reference, expires);
+        self.stats.leases_granted += 1;
         let bytes = self.leases.get(reference).map_or(0, |lease| lease.bytes);
         Completion {
             lease: Some(reference),

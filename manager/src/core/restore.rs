@@ -8,6 +8,7 @@ use super::event::{IoFault, Nanos};
 use super::flow::ReadStart;
 use super::job::{Entry, EntryState, JobRef, Stage};
 use super::query::charge;
+use super::stats::LeaseEnd;
 use super::{Core, Taken};
 
 /// The arguments of a restore.
@@ -54,7 +55,8 @@ impl Core {
             return self.fail(ctx, ended, Code::UnknownLease, out);
         };
         if lease.closed {
-            let code = if lease.expired { Code::ExpiredLease } else { Code::UnknownLease };
+            let expired = lease.end == LeaseEnd::Expired;
+            let code = if expired { Code::ExpiredLease } else { Code::UnknownLease };
             return self.fail(ctx, ended, code, out);
         }
         // A forgotten namespace's leases keep their old id: find the part by identity.
@@ -234,6 +236,7 @@ impl Core {
             found.io -= 1;
             if entry.outcome == PageOutcome::Restored {
                 self.stats.pages_restored += 1;
+                self.stats.pages_restored_dram += u64::from(entry.tier == Tier::Dram);
                 self.stats.bytes_restored += found.extent.map_or(0, |e| u64::from(e.bytes));
             }
             if entry.tier == Tier::Ssd {
@@ -356,6 +359,9 @@ impl Core {
         let pages = std::mem::take(&mut lease.pages);
         let parts = std::mem::take(&mut lease.parts);
         let (bytes, speculative, session) = (lease.bytes, lease.speculative, lease.session);
+        if lease.granted {
+            self.stats.leases_ended[lease.end as usize] += 1;
+        }
         for part in &parts {
             let range = part.start as usize..(part.start + part.len) as usize;
             for leased in pages[range.clone()].iter().rev().filter(|leased| !leased.ended) {
@@ -394,10 +400,14 @@ impl Core {
                 {
                     lease.session = None;
                 }
-            } else if users == 0 {
-                self.end_lease(reference, out);
-            } else if let Some(lease) = self.leases.get_mut(reference) {
+                continue;
+            }
+            if let Some(lease) = self.leases.get_mut(reference) {
                 lease.closed = true;
+                lease.end = LeaseEnd::Orphaned;
+            }
+            if users == 0 {
+                self.end_lease(reference, out);
             }
         }
     }

@@ -34,6 +34,20 @@ impl SpillOutcome {
     ];
 }
 
+/// How a granted lease ended.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum LeaseEnd {
+    /// By `Release`.
+    Released = 0,
+    /// Every page of it was restored.
+    #[default]
+    Restored = 1,
+    /// Its time to live passed.
+    Expired = 2,
+    /// The last session of its group went.
+    Orphaned = 3,
+}
+
 /// Counters. Pages are counted once a rank.
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs, reason = "each field says what it counts; telemetry documents the metrics")]
@@ -50,6 +64,7 @@ pub struct Stats {
     pub pages_present: u64,
     pub pages_refused: [u64; Code::ALL.len()],
     pub pages_restored: u64,
+    pub pages_restored_dram: u64,
     pub pages_restore_failed: [u64; Code::ALL.len()],
     pub bytes_saved: u64,
     pub bytes_restored: u64,
@@ -69,7 +84,8 @@ pub struct Stats {
     pub ssd_write_queue_full: u64,
     pub slots_retired: u64,
     pub leases_granted: u64,
-    pub leases_expired: u64,
+    /// By [`LeaseEnd`].
+    pub leases_ended: [u64; 4],
     pub bad_requests: u64,
     pub sessions_opened: u64,
     pub sessions_ended: u64,
@@ -113,6 +129,7 @@ pub struct Gauges {
     pub operations: u64,
     pub reads_in_flight: u64,
     pub writes_in_flight: u64,
+    pub writes_in_flight_bytes: u64,
     pub copies_in_flight: u64,
     pub sessions: u64,
 }

@@ -91,9 +91,15 @@ impl Core {
             operations: self.jobs.len() as u64,
             reads_in_flight: self.flow.reads_in_flight.into(),
             writes_in_flight: self.flow.writes_in_flight.into(),
+            writes_in_flight_bytes: self.flow.writes_bytes,
             copies_in_flight: self.flow.copies_in_flight().into(),
             sessions: self.sessions.len() as u64,
         }
+    }
+
+    /// Bytes that the leases of one session may hold.
+    pub fn session_budget_bytes(&self) -> u64 {
+        self.budget.session_limit
     }
 
     /// `(used_bytes, used_slots)` of one SSD device.

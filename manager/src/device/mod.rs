@@ -8,6 +8,8 @@ mod region;
 
 use std::sync::Arc;
 
+use orbitkv_shm_protocol::segment::DoneWords;
+
 use crate::core::{CopyFault, CopyPage, Direction, Ticket};
 
 pub use host::{HostDevice, HostMemory, ImportError, MemoryWay, PeerHandle};
@@ -16,9 +18,6 @@ pub use region::{DeviceRegion, PageLayout, Placement, RegionError};
 /// Commands of one direction that may be submitted and not yet polled.
 pub const COMMANDS_MAX: usize = 256;
 
-/// Called by a device thread after each end it made available: wakes whoever polls. Must not block.
-pub type Notify = Arc<dyn Fn() + Send + Sync>;
-
 /// Something that copies. One thread owns it; its work happens elsewhere.
 pub trait Device: Send {
     /// Takes a command. Gives it back when [`COMMANDS_MAX`] of its direction are outstanding, or
@@ -26,6 +25,7 @@ pub trait Device: Send {
     ///
     /// Commands of one direction may end in any order: a long one does not hold up a short one.
     /// Until its end is polled, device pages and extents of the command belong to the device.
+    #[expect(clippy::result_large_err, reason = "a refused command comes back whole")]
     fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand>;
 
     /// The end of one command, if any is waiting. From then on the device touches neither its pages
@@ -56,23 +56,17 @@ impl DeviceMemory {
     }
 }
 
-/// Where an operation's completion word lies, and what to store there.
-#[derive(Clone)]
+/// Where an operation's done word lies, and what to store there.
+#[derive(Clone, Debug)]
 pub struct DoneWord {
     /// The session's words.
-    pub words: Arc<dyn DoneWords>,
-    /// Index of the operation.
+    pub words: DoneWords,
+    /// Index of the operation, below the session's credits.
     pub operation_index: u32,
     /// Word of that operation.
     pub word_index: u32,
     /// Stored after the last byte.
     pub value: u32,
-}
-
-/// Done words of one session: an engine that reads a stored value sees every byte copied before.
-pub trait DoneWords: Send + Sync {
-    /// Stores with release order.
-    fn store(&self, operation_index: u32, word_index: u32, value: u32);
 }
 
 /// One copy of whole pages.

@@ -1,7 +1,7 @@
 //! Allocates, pre-faults and gives out the pool's memory.
 //!
 //! Everything is done before the Manager is ready: afterwards no page of the pool faults, none can
-//! be missing, and a copy needs an address computation only. Placement inside an arena is `core`'s.
+//! be missing, and a copy needs an address computation only. NodePlacement inside an arena is `core`'s.
 #![allow(unsafe_code, reason = "maps and unmaps the arenas, binds them to nodes, touches pages")]
 
 use std::ops::Range;
@@ -10,9 +10,9 @@ use std::thread;
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-use serde::{Deserialize, Serialize};
 
 use super::host::{self, HUGE_PAGE_BYTES};
+use super::{HugePages, NodePlacement, PageMode, PoolConfig, PoolError, ShortOf};
 use crate::core::Extent;
 use crate::image::{DramSlice, ImageMemory};
 
@@ -27,126 +27,13 @@ const HEADROOM_BYTES: u64 = 64 << 20;
 /// Distance between touched bytes where the kernel cannot pre-fault by itself.
 const SMALL_PAGE_BYTES: usize = 4096;
 
-/// Whether the pool insists on 2 MiB pages.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum HugePages {
-    /// Reserved huge pages when enough are free, else transparent ones; refuses to start when any
-    /// byte of the pool lies in a small page.
-    Require,
-    /// Transparent huge pages as far as the kernel has them.
-    #[default]
-    Prefer,
-    /// 4 KiB pages.
-    Off,
-}
-
-/// What [`DramPool::allocate`] makes.
-#[derive(Clone, Copy, Debug)]
-pub struct PoolConfig {
-    /// Size of the pool in bytes, rounded up to 2 MiB an arena.
-    pub bytes: u64,
-    /// Page size policy.
-    pub huge_pages: HugePages,
-    /// Threads that pre-fault; 0 takes one a CPU. At most 16.
-    pub prefault_threads: usize,
-}
-
-/// Page size that the pool got.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum PageMode {
-    /// Reserved 2 MiB pages.
-    Hugetlb,
-    /// Transparent 2 MiB pages, for at least 15/16 of the pool.
-    Transparent,
-    /// 4 KiB pages.
-    Small,
-}
-
-impl PageMode {
-    /// As tools print it.
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Hugetlb => "hugetlb",
-            Self::Transparent => "thp",
-            Self::Small => "4k",
-        }
-    }
-}
-
-/// How the arenas are spread over NUMA nodes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Placement {
-    /// The host has one node.
-    OneNode,
-    /// One arena a node, bound to it.
-    Bound,
-    /// Several nodes, but binding was refused by the kernel (container profile, cpuset) or a node
-    /// is too full for its share: the kernel places the pages.
-    Unbound,
-}
-
-/// Whose memory is short.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ShortOf {
-    /// `MemAvailable` of the host.
-    Host,
-    /// The limit of a control group.
-    ControlGroup,
-}
-
-/// Why there is no pool.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum PoolError {
-    /// Zero bytes, or more than can be addressed.
-    #[error("pool of {bytes} bytes: give at least 1 byte and less than 2^46")]
-    BadSize {
-        /// As asked for.
-        bytes: u64,
-    },
-    /// Checked before any page is touched.
-    #[error(
-        "pool needs {needed_bytes} bytes (headroom included), {} has {available_bytes}: lower --dram",
-        match short_of { ShortOf::Host => "the host", ShortOf::ControlGroup => "the control group" }
-    )]
-    NoMemory {
-        /// Pool and headroom.
-        needed_bytes: u64,
-        /// Left.
-        available_bytes: u64,
-        /// Where.
-        short_of: ShortOf,
-    },
-    /// `HugePages::Require` and the kernel had too few.
-    #[error(
-        "pool needs {needed_bytes} bytes of 2 MiB pages, got {obtained_bytes}: reserve them \
-         (vm.nr_hugepages), allow transparent ones, or use --huge-pages prefer"
-    )]
-    NoHugePages {
-        /// The whole pool.
-        needed_bytes: u64,
-        /// What lies in huge pages.
-        obtained_bytes: u64,
-    },
-    /// A call failed.
-    #[error("{operation} of {bytes} bytes for the pool: {errno}")]
-    System {
-        /// Name of the call.
-        operation: &'static str,
-        /// Its length.
-        bytes: u64,
-        /// Its error.
-        errno: Errno,
-    },
-}
-
 /// The pool: one arena a NUMA node, mapped and touched until it is dropped.
 #[derive(Debug)]
 pub struct DramPool {
     arenas: Vec<Arena>,
     page_mode: PageMode,
     huge_bytes: u64,
-    placement: Placement,
+    placement: NodePlacement,
 }
 
 impl DramPool {
@@ -192,7 +79,7 @@ impl DramPool {
     }
 
     /// How the arenas lie on NUMA nodes.
-    pub fn placement(&self) -> Placement {
+    pub fn placement(&self) -> NodePlacement {
         self.placement
     }
 
@@ -393,22 +280,22 @@ fn map_arenas(sizes: &[u64], reserved: bool) -> Result<Vec<Arena>, PoolError> {
 }
 
 /// Binds each arena to its node, all or none: a node that is too full would kill the Manager.
-fn place(arenas: &mut [Arena], nodes: &[u32]) -> Placement {
+fn place(arenas: &mut [Arena], nodes: &[u32]) -> NodePlacement {
     if nodes.len() <= 1 {
-        return Placement::OneNode;
+        return NodePlacement::OneNode;
     }
     let room = |(arena, &node): (&Arena, &u32)| {
         host::node_available_bytes(node)
             .is_some_and(|bytes| bytes >= arena.bytes as u64 + HEADROOM_BYTES)
     };
     if !arenas.iter().zip(nodes).all(room) {
-        return Placement::Unbound;
+        return NodePlacement::Unbound;
     }
     // A refused bind after an accepted one leaves a mixture, which is reported as unbound.
     if arenas.iter().zip(nodes).all(|(arena, &node)| arena.bind(node)) {
-        Placement::Bound
+        NodePlacement::Bound
     } else {
-        Placement::Unbound
+        NodePlacement::Unbound
     }
 }
 

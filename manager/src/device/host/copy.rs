@@ -1,7 +1,5 @@
 //! One command on its way: cut into steps of bounded size, each a list of contiguous pieces.
 
-use std::collections::VecDeque;
-
 use super::memory::HostMemory;
 use super::process;
 use crate::core::{CopyPage, Direction, Extent};
@@ -12,8 +10,6 @@ use crate::image::{DramSlice, ImageMemory};
 const STEP_BYTES_MAX: u64 = 4 << 20;
 /// Pieces of one step: one `process_vm` call takes 1,024, of which the nonce needs one.
 const STEP_PIECES_MAX: usize = process::PARTS_MAX;
-
-pub(super) type Active = VecDeque<Running>;
 
 /// A command and how far it is.
 pub(super) struct Running {
@@ -229,5 +225,94 @@ fn host_memory(region: &DeviceRegion, memory: u16, bytes: u64) -> Result<&HostMe
     match region.memory(memory) {
         Some(DeviceMemory::Host(memory)) => Ok(memory),
         None => Err(Stopped { bytes, error: CopyError::BadCommand { page: 0 } }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, RegionSpec, SegmentSpec};
+    use rustix::fs::MemfdFlags;
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+    use super::*;
+    use crate::core::Ticket;
+    use crate::device::PeerHandle;
+
+    /// A region over one memfd of 1 GiB, none of which is ever touched.
+    fn region(pages: u32, segments: Vec<SegmentSpec>) -> Arc<DeviceRegion> {
+        let memfd = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).expect("memfd");
+        rustix::fs::ftruncate(&memfd, 1 << 30).expect("ftruncate");
+        let pidfd = Arc::new(pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd"));
+        let peer = PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd };
+        let spec = MemorySpec::Memfd { bytes: 1 << 30 };
+        let memory = HostMemory::import(&spec, Some(memfd), &peer).expect("import");
+        let memory = Arc::new(DeviceMemory::Host(memory));
+        let image_bytes = segments.iter().map(|segment| segment.length).sum();
+        let spec = RegionSpec { scope: 0, pages, segments };
+        let region = DeviceRegion::new(&spec, image_bytes, |_| Some(Arc::clone(&memory)));
+        Arc::new(region.expect("region"))
+    }
+
+    fn command(region: &Arc<DeviceRegion>, pages: Vec<CopyPage>) -> CopyCommand {
+        CopyCommand {
+            ticket: Ticket(1),
+            direction: Direction::Save,
+            region: Arc::clone(region),
+            pages,
+            image_bytes: region.layout().image_bytes(),
+            fence: None,
+            done: None,
+            checksums: vec![],
+        }
+    }
+
+    /// Pages 0, 1, … with images one behind the other at the given distance.
+    fn pages(count: u32, bytes: u32, distance: u64) -> Vec<CopyPage> {
+        let extent = |page: u32| Extent { arena: 0, offset: u64::from(page) * distance, bytes };
+        (0..count)
+            .map(|device_page| CopyPage { device_page, extent: extent(device_page) })
+            .collect()
+    }
+
+    /// Every step of a command: pieces as (device offset, image offset, bytes).
+    fn steps(command: &CopyCommand) -> Vec<Vec<(u64, u64, u32)>> {
+        let total = command.pages.len() as u64 * u64::from(command.image_bytes);
+        let (mut position, mut steps, mut pieces) = (0, vec![], vec![]);
+        while position < total {
+            gather(command, position, &mut pieces);
+            let bytes: u64 = pieces.iter().map(|piece| u64::from(piece.image.bytes)).sum();
+            assert!(bytes > 0 && bytes <= STEP_BYTES_MAX && pieces.len() <= STEP_PIECES_MAX);
+            position += bytes;
+            let piece = |piece: &Piece| (piece.offset, piece.image.offset, piece.image.bytes);
+            steps.push(pieces.iter().map(piece).collect());
+        }
+        assert_eq!(position, total);
+        steps
+    }
+
+    #[test]
+    fn adjoining_pages_become_one_piece_where_their_images_adjoin_too() {
+        let segment = SegmentSpec { memory: 0, offset: 0, stride: 8192, length: 8192 };
+        let region = region(4, vec![segment]);
+        let steps_of = |distance| steps(&command(&region, pages(4, 8192, distance)));
+        assert_eq!(steps_of(8192), [[(0, 0, 4 * 8192)]]);
+        let apart = [(0, 0, 8192), (8192, 12288, 8192), (16384, 24576, 8192), (24576, 36864, 8192)];
+        assert_eq!(steps_of(12288), [apart]);
+    }
+
+    #[test]
+    fn steps_are_bounded_in_bytes_and_in_pieces() {
+        let segment = |offset, length| SegmentSpec { memory: 0, offset, stride: 10 << 20, length };
+        let large = region(2, vec![segment(0, 9 << 20)]);
+        let large = steps(&command(&large, pages(2, 9 << 20, 10 << 20)));
+        let mib: Vec<Vec<u32>> =
+            large.iter().map(|step| step.iter().map(|piece| piece.2 >> 20).collect()).collect();
+        assert_eq!(mib, [vec![4], vec![4], vec![1, 3], vec![4], vec![2]]);
+        let small = region(3, (0..1000).map(|number| segment(number * 16, 8)).collect());
+        let small = steps(&command(&small, pages(3, 8192, 8192)));
+        let counts: Vec<usize> = small.iter().map(Vec::len).collect();
+        assert_eq!(counts, [1023, 1023, 954]);
     }
 }

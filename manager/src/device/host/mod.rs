@@ -6,15 +6,17 @@ mod memory;
 mod peer;
 mod process;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use ringbuf::traits::{Consumer, Producer, Split};
+use orbitkv_shm_protocol::doorbell::ControlRinger;
+use ringbuf::traits::{Consumer, Observer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 
-use super::{COMMANDS_MAX, CopyCommand, CopyEnd, Device, Notify};
+use super::{COMMANDS_MAX, CopyCommand, CopyEnd, Device};
 use crate::core::Direction;
 use crate::image::ImageMemory;
 
@@ -22,8 +24,6 @@ pub use import::ImportError;
 pub use memory::{HostMemory, MemoryWay};
 pub use peer::PeerHandle;
 
-/// Commands that one thread works on in turns, so that a long one does not hold up a short one.
-const ACTIVE_MAX: usize = 8;
 /// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
 const PARK_MAX: Duration = Duration::from_secs(1);
 /// How long a thread that ran out of work looks for more before it sleeps: about twice what a
@@ -49,14 +49,14 @@ pub struct HostDevice {
 }
 
 impl HostDevice {
-    /// Starts both threads.
+    /// Starts both threads over `images`. `notify` is rung after each end that they make available.
     ///
     /// # Errors
     ///
     /// The system refused a thread.
-    pub fn start(images: Arc<dyn ImageMemory>, notify: Notify) -> std::io::Result<Self> {
+    pub fn start(images: Arc<dyn ImageMemory>, notify: ControlRinger) -> std::io::Result<Self> {
         Ok(Self {
-            save: Lane::start("orbitkv-save", Arc::clone(&images), Arc::clone(&notify))?,
+            save: Lane::start("orbitkv-save", Arc::clone(&images), notify.clone())?,
             restore: Lane::start("orbitkv-restore", images, notify)?,
             polled_last: Direction::Restore,
         })
@@ -108,7 +108,7 @@ impl Lane {
     fn start(
         name: &'static str,
         images: Arc<dyn ImageMemory>,
-        notify: Notify,
+        notify: ControlRinger,
     ) -> std::io::Result<Self> {
         let (commands, taken) = HeapRb::new(COMMANDS_MAX).split();
         // As long as the command queue, and `outstanding` counts both: an end always has room.
@@ -122,6 +122,7 @@ impl Lane {
         Ok(Self { commands, ends, state, outstanding: 0, thread: Some(thread) })
     }
 
+    #[expect(clippy::result_large_err, reason = "a refused command comes back whole")]
     fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand> {
         let Some(thread) = &self.thread else { return Err(command) };
         if self.outstanding >= COMMANDS_MAX {
@@ -167,12 +168,23 @@ impl Drop for Lane {
 struct Queues {
     commands: HeapCons<CopyCommand>,
     ends: HeapProd<CopyEnd>,
-    notify: Notify,
+    notify: ControlRinger,
 }
 
-/// Body of a device thread: takes commands, gives each active one a step in turn, reports ends.
+impl Queues {
+    fn end(&mut self, end: CopyEnd) {
+        // Cannot be full, see `Lane::start`.
+        let pushed = self.ends.try_push(end);
+        debug_assert!(pushed.is_ok(), "no room for the end of a copy");
+        self.notify.ring();
+    }
+}
+
+/// Body of a device thread: one step of a new command, one step of an old one, and so on. So a
+/// short command ends promptly whatever long ones are under way, and none of those starves.
 fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory) {
-    let mut active = copy::Active::with_capacity(ACTIVE_MAX);
+    // Holds at most what is outstanding, so that it never grows.
+    let mut active = VecDeque::with_capacity(COMMANDS_MAX);
     let mut scratch = copy::Scratch::default();
     let mut idle = Idle::new();
     loop {
@@ -181,28 +193,19 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory) {
         if state_now == ABANDON {
             return;
         }
-        while active.len() < ACTIVE_MAX
-            && let Some(command) = queues.commands.try_pop()
-        {
-            active.push_back(copy::Running::new(command));
-        }
-        let Some(mut running) = active.pop_front() else {
+        let new = queues.commands.try_pop().map(copy::Running::new);
+        if new.is_none() && active.is_empty() {
             if state_now == DRAIN {
                 return;
             }
-            idle.wait(|| {
-                use ringbuf::traits::Observer;
-                !queues.commands.is_empty() || state.load(Ordering::Relaxed) != RUN
-            });
+            idle.wait(|| !queues.commands.is_empty() || state.load(Ordering::Relaxed) != RUN);
             continue;
-        };
-        match running.step(images, &mut scratch) {
-            copy::Step::More => active.push_back(running),
-            copy::Step::Ended(error) => {
-                // Cannot be full, see `Lane::start`.
-                let pushed = queues.ends.try_push(running.finish(error));
-                debug_assert!(pushed.is_ok(), "no room for the end of a copy");
-                (queues.notify)();
+        }
+        let old = active.pop_front();
+        for mut running in [new, old].into_iter().flatten() {
+            match running.step(images, &mut scratch) {
+                copy::Step::More => active.push_back(running),
+                copy::Step::Ended(error) => queues.end(running.finish(error)),
             }
         }
     }
@@ -237,5 +240,87 @@ impl Idle {
         }
         // A submit since the last look at the queue left a token that makes this return at once.
         thread::park_timeout(PARK_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, RegionSpec, SegmentSpec};
+    use orbitkv_shm_protocol::doorbell::ControlBell;
+    use rustix::fs::MemfdFlags;
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+    use super::*;
+    use crate::core::{CopyPage, Extent, Ticket};
+    use crate::device::{DeviceMemory, DeviceRegion};
+    use crate::image::HeapImages;
+
+    const PAGE: u32 = 5 << 20;
+
+    fn region(pages: u32) -> Arc<DeviceRegion> {
+        let bytes = u64::from(PAGE);
+        let memfd = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).expect("memfd");
+        rustix::fs::ftruncate(&memfd, bytes).expect("ftruncate");
+        let pidfd = Arc::new(pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd"));
+        let peer = PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd };
+        let memory = HostMemory::import(&MemorySpec::Memfd { bytes }, Some(memfd), &peer);
+        let memory = Arc::new(DeviceMemory::Host(memory.expect("import")));
+        let length = bytes / u64::from(pages);
+        let segment = SegmentSpec { memory: 0, offset: 0, stride: length, length };
+        let spec = RegionSpec { scope: 0, pages, segments: vec![segment] };
+        let region = DeviceRegion::new(&spec, length, |_| Some(Arc::clone(&memory)));
+        Arc::new(region.expect("region"))
+    }
+
+    fn command(number: u64, region: &Arc<DeviceRegion>, pages: u32) -> CopyCommand {
+        let image_bytes = region.layout().image_bytes();
+        let extent = Extent { arena: 0, offset: 0, bytes: image_bytes };
+        CopyCommand {
+            ticket: Ticket(number),
+            direction: Direction::Restore,
+            region: Arc::clone(region),
+            pages: vec![CopyPage { device_page: 0, extent }; pages as usize],
+            image_bytes,
+            fence: None,
+            done: None,
+            checksums: vec![],
+        }
+    }
+
+    /// Goal: no convoy. Method: the whole queue is known beforehand and one thread works it off.
+    #[test]
+    fn short_commands_end_before_long_ones_that_came_first() {
+        let images = HeapImages::new(PAGE as usize);
+        let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
+        let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
+        let bell = ControlBell::new();
+        let (long, short) = (region(1), region(1280));
+        for number in [0, 1] {
+            assert!(commands.try_push(command(number, &long, 20)).is_ok());
+        }
+        for number in 2..12 {
+            assert!(commands.try_push(command(number, &short, 1)).is_ok());
+        }
+        let queues = Queues { commands: taken, ends: ended, notify: bell.ringer() };
+        work(queues, &AtomicU8::new(DRAIN), &images);
+        let order: Vec<u64> = std::iter::from_fn(|| ends.try_pop())
+            .inspect(|end| assert!(end.error.is_none()))
+            .map(|end| end.ticket.0)
+            .collect();
+        assert_eq!(order, [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 1]);
+    }
+
+    #[test]
+    fn abandoned_work_reports_nothing() {
+        let images = HeapImages::new(PAGE as usize);
+        let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
+        let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
+        let region = region(1);
+        assert!(commands.try_push(command(0, &region, 1)).is_ok());
+        let queues = Queues { commands: taken, ends: ended, notify: ControlBell::new().ringer() };
+        work(queues, &AtomicU8::new(ABANDON), &images);
+        assert!(ends.try_pop().is_none());
+        drop(commands);
+        assert_eq!(Arc::strong_count(&region), 1, "an abandoned command was kept");
     }
 }

@@ -5,6 +5,11 @@
 //! only the registered address space holds. A read fetches the nonce as the last part of the same
 //! call, which the kernel serves from one address space: bytes and nonce come from the same one. A
 //! write can only look right before and right after.
+//!
+//! Known limit: the kernel takes page faults of the other process on its behalf. A process that
+//! backs its registered range by a file system of its own (FUSE) can hold such a call up for as
+//! long as it lives. Only processes that the kernel lets us trace get here, which can kill the
+//! Manager just as well; a sealed memfd has no such hold.
 #![allow(unsafe_code, reason = "process_vm_readv and process_vm_writev take raw addresses")]
 
 use libc::{c_void, iovec};
@@ -286,7 +291,92 @@ fn advance(local: &mut [iovec], remote: &mut [iovec], mut bytes: usize) -> usize
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
     use super::*;
+    use crate::core::Extent;
+    use crate::image::{HeapImages, ImageMemory};
+
+    const PAGE: usize = 4096;
+
+    /// Four pages of this process with a hole in place of the third, registered as a whole.
+    fn holed() -> (ProcessMemory, *mut u8, Box<u64>) {
+        let nonce = Box::new(0x6e6f_6e63_6531_3233_u64);
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice; leaked by the test.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                4 * PAGE,
+                protection,
+                MapFlags::PRIVATE,
+            )
+        }
+        .expect("mmap");
+        let pid = getpid();
+        let pidfd = Arc::new(pidfd_open(pid, PidfdFlags::empty()).expect("pidfd"));
+        let peer = PeerHandle { pid: pid.as_raw_nonzero().get(), pidfd };
+        let nonce_address = std::ptr::from_ref(&*nonce).addr() as u64;
+        let address = start.addr() as u64;
+        let memory = ProcessMemory::probe(peer, address, 4 * PAGE as u64, nonce_address, *nonce)
+            .expect("own memory");
+        let third = start.wrapping_byte_add(2 * PAGE);
+        // SAFETY: the page belongs to the mapping above and nothing refers to it.
+        unsafe { rustix::mm::mprotect(third, PAGE, MprotectFlags::empty()) }.expect("mprotect");
+        (memory, start.cast(), nonce)
+    }
+
+    #[test]
+    fn bytes_before_a_hole_count_and_the_hole_is_named() {
+        let (memory, start, _nonce) = holed();
+        let images = HeapImages::new(4 * PAGE);
+        let part = |number: u64| {
+            let offset = number * PAGE as u64;
+            let extent = Extent { arena: 0, offset, bytes: PAGE as u32 };
+            let address = memory.address(offset, PAGE).expect("inside");
+            (address, images.slice(extent).expect("extent"))
+        };
+        let mut scratch = Scratch::default();
+        let hole = start.addr() as u64 + 2 * PAGE as u64;
+        let two_pages = 2 * PAGE as u64;
+        for direction in [Direction::Restore, Direction::Save] {
+            for (_, image) in (0..4).map(part) {
+                assert!(image.fill_from(&[9; PAGE]));
+            }
+            let stopped = memory.transfer(direction, (0..4).map(part), &mut scratch);
+            let unreachable =
+                CopyError::Unreachable { pid: memory.peer.pid, address: hole, errno: libc::EFAULT };
+            assert_eq!(stopped, Err((two_pages, unreachable)));
+            assert_eq!(memory.transfer(direction, (0..2).map(part), &mut scratch), Ok(two_pages));
+        }
+        // SAFETY: the second page is mapped and this thread is the only one that uses it.
+        assert_eq!(unsafe { start.wrapping_add(2 * PAGE - 1).read_volatile() }, 9);
+        assert_eq!(memory.address(4 * PAGE as u64 - 1, 1), Some(hole + two_pages - 1));
+        assert_eq!(memory.address(4 * PAGE as u64, 1), None);
+        assert_eq!(memory.address(u64::MAX, 2), None);
+    }
+
+    #[test]
+    fn a_changed_nonce_voids_a_read_and_forbids_a_write() {
+        let (memory, start, mut nonce) = holed();
+        let images = HeapImages::new(4 * PAGE);
+        let image =
+            images.slice(Extent { arena: 0, offset: 0, bytes: PAGE as u32 }).expect("extent");
+        assert!(image.fill_from(&[5; PAGE]));
+        *std::hint::black_box(&mut *nonce) += 1;
+        let lost = CopyError::NonceLost { pid: memory.peer.pid };
+        for direction in [Direction::Restore, Direction::Save] {
+            let part = std::iter::once((memory.address, image));
+            let stopped = memory.transfer(direction, part, &mut Scratch::default());
+            assert_eq!(stopped, Err((0, lost)));
+        }
+        // SAFETY: the first page is mapped and this thread is the only one that uses it.
+        assert_eq!(unsafe { start.read_volatile() }, 0, "written without the nonce");
+        std::hint::black_box(&nonce);
+    }
 
     #[test]
     fn a_partial_result_continues_inside_its_part() {

@@ -1,0 +1,608 @@
+//! The reactor: one thread that drains rings, asks `core`, and pumps what follows between rings,
+//! device, SSD tier and endpoint.
+//!
+//! A turn takes a bounded amount from every source, so that nobody holds anybody else, and then
+//! executes all effects. Without work the thread spins while that has been paying off and then
+//! sleeps on every session's doorbell and its own control word together.
+
+mod client;
+mod report;
+mod storage;
+mod waiting;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use orbitkv_shm_protocol::doorbell::ControlBell;
+use orbitkv_shm_protocol::ids::{OperationId, RegionId, SessionId};
+use orbitkv_shm_protocol::record::{Completion, PageEntry, RequestKind, Status};
+use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
+
+use crate::clock::{Clock, nanos_of};
+use crate::config::WaitMode;
+use crate::core::{Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, PeerFault};
+use crate::device::{CopyCommand, Device, DeviceRegion, DoneWord};
+use crate::endpoint::{Answer, CloseCause, Endpoint, EndpointEvent, EndpointReply, QuestionId};
+use crate::telemetry::Telemetry;
+use client::{Client, TakeEnd};
+use waiting::Waiting;
+
+pub use storage::Storage;
+
+/// Requests taken from one ring in one turn.
+const REQUESTS_PER_TURN: u32 = 64;
+/// Ends of copies and of SSD work, and endpoint events, taken in one turn.
+const ENDS_PER_TURN: u32 = 256;
+/// Longest sleep: bounds a lost wake and keeps the heartbeat young.
+const PARK_MAX: Duration = Duration::from_millis(50);
+/// How often tables that cost a walk are shown.
+const TABLES_INTERVAL_NS: Nanos = 20_000_000;
+/// How long a stop waits for operations under way before it closes the sessions.
+const STOP_GRACE: Duration = Duration::from_secs(2);
+
+/// What the reactor is made of.
+pub struct ServiceParts {
+    /// Decisions.
+    pub core: Core,
+    /// Copies.
+    pub device: Box<dyn Device>,
+    /// SSD work; `None` is DRAM only.
+    pub storage: Option<Storage>,
+    /// Sessions.
+    pub endpoint: Endpoint<DeviceRegion>,
+    /// Numbers.
+    pub telemetry: Telemetry,
+    /// What the other threads ring.
+    pub bell: ControlBell,
+    /// Time.
+    pub clock: Clock,
+    /// How to wait.
+    pub wait: WaitMode,
+    /// Longest drain at a stop.
+    pub stop_timeout: Duration,
+}
+
+/// An administrative eviction that waits for the spill set.
+struct PendingEviction {
+    question: QuestionId,
+    deadline: Nanos,
+}
+
+/// A stop under way.
+#[derive(Clone, Copy)]
+struct Stopping {
+    close_sessions_at: Nanos,
+    give_up_at: Nanos,
+    sessions_closed: bool,
+}
+
+/// The reactor's state.
+pub struct Service {
+    core: Core,
+    device: Box<dyn Device>,
+    storage: Option<Storage>,
+    endpoint: Endpoint<DeviceRegion>,
+    telemetry: Telemetry,
+    bell: ControlBell,
+    clock: Clock,
+    waiting: Waiting,
+    stop_timeout: Duration,
+    clients: Vec<Client>,
+    effects: Effects,
+    entries: Vec<PageEntry>,
+    /// Commands that a full queue gave back; first in the next turn.
+    refused: VecDeque<CopyCommand>,
+    /// Replies that a full queue gave back.
+    replies: VecDeque<EndpointReply<DeviceRegion>>,
+    evictions: Vec<PendingEviction>,
+    page_buffers: Vec<Vec<crate::core::CopyPage>>,
+    checksum_buffers: Vec<Vec<u64>>,
+    stopping: Option<Stopping>,
+    tables_shown_ns: Nanos,
+    turns: u64,
+}
+
+/// Serves until a stop has drained. Returns whether everything was written and ended in time.
+pub fn run(parts: ServiceParts) -> bool {
+    let mut service = Service::new(parts);
+    service.telemetry.set_state(ManagerState::Ready);
+    loop {
+        let progress = service.turn();
+        if service.has_stopped() {
+            return service.finish();
+        }
+        if progress {
+            service.waiting.worked();
+        } else {
+            service.rest();
+        }
+    }
+}
+
+impl Service {
+    fn new(parts: ServiceParts) -> Self {
+        Self {
+            core: parts.core,
+            device: parts.device,
+            storage: parts.storage,
+            endpoint: parts.endpoint,
+            telemetry: parts.telemetry,
+            bell: parts.bell,
+            clock: parts.clock,
+            waiting: Waiting::new(parts.wait),
+            stop_timeout: parts.stop_timeout,
+            clients: Vec::new(),
+            effects: Effects::default(),
+            entries: Vec::new(),
+            refused: VecDeque::new(),
+            replies: VecDeque::new(),
+            evictions: Vec::new(),
+            page_buffers: Vec::new(),
+            checksum_buffers: Vec::new(),
+            stopping: None,
+            tables_shown_ns: 0,
+            turns: 0,
+        }
+    }
+
+    /// One pass over every source. True when anything happened.
+    fn turn(&mut self) -> bool {
+        let now = self.clock.now();
+        self.turns += 1;
+        let mut progress = self.retry_refused();
+        progress |= self.take_endpoint_events(now);
+        progress |= self.take_copy_ends(now);
+        progress |= self.take_storage_ends(now);
+        progress |= self.take_requests(now);
+        if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
+            self.core.handle(now, Event::Tick, &mut self.effects);
+        }
+        self.core.pump(now, &mut self.effects);
+        progress |= self.execute();
+        self.answer_evictions(now);
+        self.advance_stop(now);
+        if self.telemetry.due(now) {
+            self.report(now);
+        }
+        progress
+    }
+
+    /// Nothing to do: spin a little, then sleep until somebody rings or time is up.
+    fn rest(&mut self) {
+        if self.waiting.may_spin(&self.clock) {
+            std::hint::spin_loop();
+            return;
+        }
+        let now = self.clock.now();
+        self.report(now);
+        let mut timeout = PARK_MAX;
+        if let Some(deadline) = self.core.next_deadline() {
+            timeout = timeout.min(Duration::from_nanos(deadline.saturating_sub(now)));
+        }
+        if !self.evictions.is_empty() || self.stopping.is_some() || !self.refused.is_empty() {
+            timeout = timeout.min(Duration::from_millis(1));
+        }
+        let awake = self.clients.iter().filter(|client| !client.closed);
+        let sleepers = awake.map(|client| client.segments.sleeper.begin());
+        let seen: Vec<u32> = sleepers.collect();
+        let control = self.bell.sleeper().begin();
+        if !self.turn() && !self.has_stopped() {
+            // A session that arrived or left in that turn makes it a turn with progress.
+            let mut words = Vec::with_capacity(seen.len() + 1);
+            words.push((self.bell.sleeper(), control));
+            let awake = self.clients.iter().filter(|client| !client.closed);
+            words.extend(awake.zip(&seen).map(|(client, &seen)| (&client.segments.sleeper, seen)));
+            orbitkv_shm_protocol::doorbell::wait_many(&words, timeout);
+        }
+        for client in &self.clients {
+            if client.segments.sleeper.is_announced() {
+                client.segments.sleeper.end();
+            }
+        }
+        self.bell.sleeper().end();
+        self.waiting.slept();
+    }
+
+    fn retry_refused(&mut self) -> bool {
+        let mut progress = false;
+        while let Some(command) = self.refused.pop_front() {
+            if let Err(command) = self.device.submit(command) {
+                self.refused.push_front(command);
+                break;
+            }
+            progress = true;
+        }
+        while let Some(reply) = self.replies.pop_front() {
+            if let Err(reply) = self.endpoint.reply(reply) {
+                self.replies.push_front(reply);
+                break;
+            }
+            progress = true;
+        }
+        if let Some(storage) = &mut self.storage {
+            progress |= storage.retry_refused();
+        }
+        progress
+    }
+
+    fn take_endpoint_events(&mut self, now: Nanos) -> bool {
+        let mut taken = 0;
+        while taken < ENDS_PER_TURN {
+            let Some(event) = self.endpoint.poll() else { break };
+            taken += 1;
+            self.endpoint_event(now, event);
+        }
+        taken > 0
+    }
+
+    fn endpoint_event(&mut self, now: Nanos, event: EndpointEvent<DeviceRegion>) {
+        match event {
+            EndpointEvent::SessionReady(ready) => {
+                let geometry = ready.segments.geometry();
+                let opened = Event::SessionOpened {
+                    session: ready.session,
+                    engine: ready.engine,
+                    credits: geometry.credits(),
+                    page_entries: geometry.page_entries,
+                };
+                self.core.handle(now, opened, &mut self.effects);
+                let mut client = Client::new(*ready, now);
+                client.slot = self.telemetry.open_session(&client.mirror(None));
+                self.clients.push(client);
+            }
+            EndpointEvent::DefineNamespace { question, session, spec } => {
+                let defined = self.core.define_namespace(session, &spec);
+                self.answer_scope(question, defined);
+            }
+            EndpointEvent::DefineSet { question, session, members } => {
+                let defined = self.core.define_set(session, &members);
+                self.answer_scope(question, defined);
+            }
+            EndpointEvent::RegisterRegion { question, session, scope, pages, region } => {
+                let answer = match self.core.register_region(session, scope, pages) {
+                    Ok(id) => {
+                        if let Some(client) = self.client_mut(session) {
+                            client.set_region(id, region);
+                        }
+                        Answer::Region { region: id }
+                    }
+                    Err(refusal) => refused(&refusal),
+                };
+                self.reply(EndpointReply::Answer { question, answer });
+            }
+            EndpointEvent::Evict { question, timeout } => {
+                let deadline = now.saturating_add(nanos_of(timeout));
+                self.evictions.push(PendingEviction { question, deadline });
+            }
+            EndpointEvent::Closed { session, cause } => {
+                tracing::info!(session = session.0, cause = %cause, "session closed");
+                self.telemetry.counters.add(Metric::SessionsClosed(close_reason(cause)), 1);
+                self.close_client(session);
+                self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+            }
+            EndpointEvent::Stop => self.begin_stop(now),
+        }
+    }
+
+    fn answer_scope(
+        &mut self,
+        question: QuestionId,
+        defined: Result<(orbitkv_shm_protocol::ids::ScopeId, u64), CoreRefusal>,
+    ) {
+        let answer = match defined {
+            Ok((scope, page_bytes)) => Answer::Scope { scope, page_bytes },
+            Err(refusal) => refused(&refusal),
+        };
+        self.reply(EndpointReply::Answer { question, answer });
+    }
+
+    fn reply(&mut self, reply: EndpointReply<DeviceRegion>) {
+        if !self.replies.is_empty() {
+            self.replies.push_back(reply);
+        } else if let Err(reply) = self.endpoint.reply(reply) {
+            self.replies.push_back(reply);
+        }
+    }
+
+    fn take_copy_ends(&mut self, now: Nanos) -> bool {
+        let mut taken = 0;
+        while taken < ENDS_PER_TURN {
+            let Some(end) = self.device.poll() else { break };
+            taken += 1;
+            if let Some(error) = end.error {
+                self.telemetry.counters.add(Metric::DeviceFaults(error.fault().into()), 1);
+                tracing::debug!(%error, "a copy stopped");
+            }
+            let copied = Event::Copied {
+                ticket: end.ticket,
+                pages_done: end.pages_done,
+                fault: end.fault(),
+                checksums: &end.checksums,
+            };
+            self.core.handle(now, copied, &mut self.effects);
+            self.page_buffers.push(end.pages);
+            self.checksum_buffers.push(end.checksums);
+        }
+        taken > 0
+    }
+
+    fn take_storage_ends(&mut self, now: Nanos) -> bool {
+        let Some(storage) = &mut self.storage else { return false };
+        let mut taken = 0;
+        while taken < ENDS_PER_TURN {
+            let Some(event) = storage.poll() else { break };
+            taken += 1;
+            self.core.handle(now, event, &mut self.effects);
+        }
+        taken > 0
+    }
+
+    fn take_requests(&mut self, now: Nanos) -> bool {
+        if self.stopping.is_some() {
+            return false;
+        }
+        let mut progress = false;
+        for at in 0..self.clients.len() {
+            let client = &mut self.clients[at];
+            if client.closed || !client.segments.requests.ready() {
+                continue;
+            }
+            progress = true;
+            let end = client.take(now, REQUESTS_PER_TURN, &mut self.entries, |event| {
+                self.core.handle(now, event, &mut self.effects)
+            });
+            if let TakeEnd::Fault(fault) = end {
+                let session = client.segments.session();
+                self.cut_off(session, &fault);
+                self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+            }
+        }
+        progress
+    }
+
+    /// Nothing more is taken from a peer that broke the protocol.
+    fn cut_off(&mut self, session: SessionId, fault: &dyn std::fmt::Display) {
+        tracing::warn!(session = session.0, %fault, "session cut off");
+        self.telemetry.counters.add(Metric::SessionsClosed(CloseReason::PeerFault), 1);
+        self.close_client(session);
+        self.reply(EndpointReply::Close { session });
+    }
+
+    fn close_client(&mut self, session: SessionId) {
+        if let Some(client) = self.client_mut(session) {
+            client.closed = true;
+        }
+    }
+
+    fn client_mut(&mut self, session: SessionId) -> Option<&mut Client> {
+        self.clients.iter_mut().find(|client| client.segments.session() == session)
+    }
+
+    /// Executes every effect in order, then wakes whoever has new completions.
+    fn execute(&mut self) -> bool {
+        if self.effects.list.is_empty() {
+            return false;
+        }
+        let mut effects = std::mem::take(&mut self.effects);
+        let mut list = std::mem::take(&mut effects.list);
+        let published_ns = self.clock.now();
+        for effect in list.drain(..) {
+            self.effect(effect, &effects, published_ns);
+        }
+        effects.list = list;
+        effects.clear();
+        self.effects = effects;
+        for client in &mut self.clients {
+            client.flush();
+        }
+        true
+    }
+
+    fn effect(&mut self, effect: Effect, tables: &Effects, published_ns: Nanos) {
+        match effect {
+            Effect::Complete { session, completion, results, results_start } => {
+                let completion = Completion { published_ns, ..completion };
+                self.telemetry.counters.completed(&completion);
+                let Some(client) = self.client_mut(session) else { return };
+                client.complete(&completion, &tables.results[results], results_start);
+            }
+            Effect::Copy { ticket, direction, session, region, pages, fence, done } => {
+                let pages = &tables.copies[pages];
+                self.copy(CopyOrder { ticket, direction, session, region, fence, done }, pages);
+            }
+            Effect::CloseSession { session, fault } => {
+                let fault: PeerFault = fault;
+                self.cut_off(session, &fault);
+            }
+            Effect::SessionEnded { session } => self.end_session(session),
+            Effect::RegionEnded { session, region } => {
+                let region = self.client_mut(session).and_then(|client| client.end_region(region));
+                if let Some(region) = region {
+                    self.reply(EndpointReply::RegionEnded { session, region });
+                }
+            }
+            Effect::Dropped { .. } => {}
+            other => {
+                if let Some(storage) = &mut self.storage {
+                    storage.order(other);
+                }
+            }
+        }
+    }
+
+    fn copy(&mut self, order: CopyOrder, pages: &[crate::core::CopyPage]) {
+        let CopyOrder { ticket, direction, session, region, fence, done } = order;
+        let mut buffer = self.page_buffers.pop().unwrap_or_default();
+        buffer.clear();
+        buffer.extend_from_slice(pages);
+        let checksums = self.checksum_buffers.pop().unwrap_or_default();
+        let Some(client) = self.clients.iter().find(|c| c.segments.session() == session) else {
+            return;
+        };
+        let Some(region) = client.region(region) else { return };
+        let done = done.map(|operation: OperationId| DoneWord {
+            words: client.segments.done.clone(),
+            operation_index: operation.index,
+            word_index: 0,
+            value: operation.done_word(),
+        });
+        let image_bytes = region.layout().image_bytes();
+        let command = CopyCommand {
+            ticket,
+            direction,
+            region,
+            pages: buffer,
+            image_bytes,
+            fence,
+            done,
+            checksums,
+        };
+        if !self.refused.is_empty() {
+            self.refused.push_back(command);
+        } else if let Err(command) = self.device.submit(command) {
+            self.refused.push_back(command);
+        }
+    }
+
+    fn end_session(&mut self, session: SessionId) {
+        let at = self.clients.iter().position(|client| client.segments.session() == session);
+        let Some(at) = at else { return };
+        let mut client = self.clients.remove(at);
+        if let Some(slot) = client.slot.take() {
+            self.telemetry.close_session(slot);
+        }
+        let (segments, regions) = client.into_parts();
+        let ended = EndpointReply::SessionEnded { session, segments: Box::new(segments), regions };
+        self.reply(ended);
+    }
+
+    fn answer_evictions(&mut self, now: Nanos) {
+        if self.evictions.is_empty() {
+            return;
+        }
+        let drained = self.core.spill_is_drained();
+        let mut waiting = std::mem::take(&mut self.evictions);
+        waiting.retain(|eviction| {
+            if !drained && now < eviction.deadline {
+                return true;
+            }
+            let evicted = self.core.evict_dram(&mut self.effects);
+            let answer = Answer::Evicted {
+                pages: evicted.pages,
+                bytes: evicted.bytes,
+                pages_kept: evicted.pages_kept,
+                spill_drained: drained,
+            };
+            self.reply(EndpointReply::Answer { question: eviction.question, answer });
+            false
+        });
+        self.evictions = waiting;
+        self.execute();
+    }
+
+    fn begin_stop(&mut self, now: Nanos) {
+        if self.stopping.is_some() {
+            return;
+        }
+        tracing::info!("stopping: no new requests, draining what runs");
+        self.telemetry.set_state(ManagerState::Draining);
+        self.stopping = Some(Stopping {
+            close_sessions_at: now.saturating_add(nanos_of(STOP_GRACE)),
+            give_up_at: now.saturating_add(nanos_of(self.stop_timeout)),
+            sessions_closed: false,
+        });
+    }
+
+    fn advance_stop(&mut self, now: Nanos) {
+        let Some(stopping) = &mut self.stopping else { return };
+        let busy = self.clients.iter().any(|client| client.outstanding() > 0);
+        if stopping.sessions_closed || (busy && now < stopping.close_sessions_at) {
+            return;
+        }
+        stopping.sessions_closed = true;
+        let sessions: Vec<_> = self
+            .clients
+            .iter_mut()
+            .filter(|client| !client.closed)
+            .map(|client| {
+                client.closed = true;
+                client.segments.session()
+            })
+            .collect();
+        for session in sessions {
+            self.telemetry.counters.add(Metric::SessionsClosed(CloseReason::Draining), 1);
+            self.reply(EndpointReply::Close { session });
+            self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+        }
+        self.execute();
+    }
+
+    fn has_stopped(&self) -> bool {
+        let Some(stopping) = &self.stopping else { return false };
+        let quiet = self.core.is_quiet() && self.core.spill_is_drained();
+        let ended = stopping.sessions_closed && self.clients.is_empty() && quiet;
+        ended || self.clock.now() >= stopping.give_up_at
+    }
+
+    /// Ends the workers. Everything in flight comes back before memory is given up.
+    fn finish(mut self) -> bool {
+        let drained = self.core.spill_is_drained();
+        if !drained {
+            let left = self.core.gauges();
+            tracing::warn!(
+                pages = left.spill_pages,
+                bytes = left.spill_bytes,
+                "stopped before every page was written to SSD; raise stop_timeout to keep them"
+            );
+        }
+        self.device.stop();
+        if let Some(storage) = &mut self.storage {
+            storage.stop();
+        }
+        let now = self.clock.now();
+        self.take_copy_ends(now);
+        self.take_storage_ends(now);
+        self.effects.clear();
+        self.report(now);
+        drained
+    }
+}
+
+/// One copy as `core` orders it.
+struct CopyOrder {
+    ticket: crate::core::Ticket,
+    direction: Direction,
+    session: SessionId,
+    region: RegionId,
+    fence: Option<u32>,
+    done: Option<OperationId>,
+}
+
+fn refused(refusal: &CoreRefusal) -> Answer {
+    Answer::Refused { refusal: refusal.refusal(), message: refusal.to_string() }
+}
+
+/// Whether the Manager, not the device, stores the done word of this completion.
+fn stores_done_word(completion: &Completion) -> Option<u32> {
+    if completion.kind != RequestKind::Restore {
+        return None;
+    }
+    match (completion.status, completion.pages) {
+        // Nothing was to be copied: vacuously in place.
+        (Status::Ok, 0) => Some(completion.operation.done_word()),
+        (Status::Ok, _) => None,
+        _ => Some(completion.operation.failed_word()),
+    }
+}
+
+const fn close_reason(cause: CloseCause) -> CloseReason {
+    match cause {
+        CloseCause::Disconnected | CloseCause::Silent => CloseReason::Detached,
+        CloseCause::PeerDied => CloseReason::PeerDied,
+        CloseCause::Stopping => CloseReason::Draining,
+        _ => CloseReason::PeerFault,
+    }
+}
+
+type RegionHandle = Arc<DeviceRegion>;

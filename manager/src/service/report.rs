@@ -1,0 +1,186 @@
+//! What `core` counted, as telemetry names it.
+
+use orbitkv_shm_protocol::ids::SessionId;
+use orbitkv_shm_protocol::record::Code;
+use orbitkv_shm_protocol::telemetry::{
+    CopyDirection, HeldIn, LeaseEnd, Metric, OperationStage, Reason, SpillOutcome, SsdFault,
+};
+
+use super::{Service, TABLES_INTERVAL_NS};
+use crate::core::{Gauges, Nanos, SessionView, Stats};
+use crate::telemetry::Counters;
+use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
+
+impl Service {
+    /// Publishes numbers every time, tables that cost a walk less often.
+    pub(super) fn report(&mut self, now: Nanos) {
+        count(&mut self.telemetry.counters, self.core.stats());
+        self.telemetry.counters.set(Metric::ManagerTurns, self.turns);
+        if now.saturating_sub(self.tables_shown_ns) >= TABLES_INTERVAL_NS {
+            self.tables_shown_ns = now;
+            self.show_tables();
+        }
+        self.telemetry.publish(now);
+    }
+
+    fn show_tables(&mut self) {
+        let gauges = self.core.gauges();
+        measure(&mut self.telemetry.counters, &gauges);
+        let views: Vec<SessionView> = self.core.session_views().collect();
+        let regions: u32 = views.iter().map(|view| view.regions).sum();
+        let waiting = self.core.operation_views().filter(|op| op.stage == "waiting for budget");
+        let waiting = waiting.count() as u64;
+        let counters = &mut self.telemetry.counters;
+        counters.set(Metric::SessionRegions, regions.into());
+        counters.set(Metric::BudgetWaitingQueries, waiting);
+        counters.set(Metric::BudgetSessionLimitBytes, self.core.session_budget_bytes());
+        for client in &mut self.clients {
+            let session = client.segments.session();
+            let mirror = client.mirror(views.iter().find(|view| view.session == session));
+            let Some(slot) = &client.slot else { continue };
+            self.telemetry.set_session(slot, &mirror);
+            let core = &self.core;
+            self.telemetry.set_operations(slot, operations_of(core, session));
+            self.telemetry.set_leases(slot, leases_of(core, session));
+        }
+        let namespaces = self.core.namespace_views().map(|view| NamespaceMirror {
+            name: view.label,
+            dram_pages: view.dram_pages,
+            dram_bytes: view.dram_pages * view.page_bytes,
+            ssd_pages: view.ssd_pages,
+            ssd_bytes: view.ssd_pages * view.page_bytes,
+        });
+        self.telemetry.set_namespaces(namespaces);
+        let (dram, ssd) = self
+            .core
+            .namespace_views()
+            .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
+        self.telemetry.counters.set(Metric::PoolResidentPages, dram);
+        self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
+        if let Some(storage) = &self.storage {
+            let devices = storage.mirrors(|device| self.core.device_usage(device));
+            self.telemetry.set_devices(devices);
+            self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
+        }
+    }
+}
+
+fn operations_of(
+    core: &crate::core::Core,
+    session: SessionId,
+) -> impl Iterator<Item = OperationMirror> + '_ {
+    core.operation_views().filter(move |view| view.session == session).map(|view| OperationMirror {
+        id: view.operation,
+        kind: view.kind,
+        stage: match view.stage {
+            "waiting for budget" | "waiting for memory" | "waiting for others" => {
+                OperationStage::Waiting
+            }
+            "reading" => OperationStage::Preparing,
+            "copying" => OperationStage::Copying,
+            _ => OperationStage::Ending,
+        },
+        taken_ns: view.queued_ns,
+    })
+}
+
+fn leases_of(
+    core: &crate::core::Core,
+    session: SessionId,
+) -> impl Iterator<Item = LeaseMirror> + '_ {
+    core.lease_views().filter(move |view| view.session == Some(session)).filter_map(|view| {
+        Some(LeaseMirror {
+            id: view.lease,
+            group: view.group?,
+            bytes: view.bytes,
+            pages: view.pages.into(),
+            expires_ns: view.expires_ns,
+        })
+    })
+}
+
+/// Counters: whole values, so that nothing is counted twice.
+fn count(counters: &mut Counters, stats: &Stats) {
+    let hits = stats.lookup_hits_dram + stats.lookup_hits_ssd;
+    counters.set(Metric::LookupPages, stats.lookup_pages);
+    counters.set(Metric::LookupHitPages(HeldIn::Dram), stats.lookup_hits_dram);
+    counters.set(Metric::LookupHitPages(HeldIn::Ssd), stats.lookup_hits_ssd);
+    counters.set(Metric::LookupMissedPages(Reason::Absent), stats.lookup_pages - hits);
+    counters.set(Metric::LookupSpeculativeSkipped, stats.queries_skipped);
+    let failed: u64 = stats.pages_restore_failed.iter().sum();
+    counters.set(Metric::RestoreRequestedPages, stats.pages_restored + failed);
+    counters.set(Metric::RestoreRestoredPages(HeldIn::Dram), stats.pages_restored_dram);
+    counters.set(
+        Metric::RestoreRestoredPages(HeldIn::Ssd),
+        stats.pages_restored - stats.pages_restored_dram,
+    );
+    by_reason(counters, &stats.pages_restore_failed, Metric::RestoreFailedPages);
+    let refused: u64 = stats.pages_refused.iter().sum();
+    counters.set(Metric::SaveOfferedPages, stats.pages_saved + stats.pages_present + refused);
+    counters.set(Metric::SaveStoredPages, stats.pages_saved);
+    counters.set(Metric::SavePresentPages, stats.pages_present);
+    by_reason(counters, &stats.pages_refused, Metric::SaveRefusedPages);
+    counters.set(Metric::ForgetForgottenPages, stats.pages_forgotten);
+    counters.set(Metric::PoolEvictedPages, stats.evictions);
+    counters.set(Metric::PoolAllocationFailures, stats.alloc_failures);
+    counters.set(Metric::SpillOfferedPages, stats.spill_offered);
+    for (outcome, pages) in SpillOutcome::ALL.iter().zip(stats.spill) {
+        counters.set(Metric::SpillPages(*outcome), pages);
+    }
+    counters.set(Metric::SsdRecoveredPages, stats.recovered_pages);
+    counters.set(Metric::SsdReadPages, stats.ssd_pages_read);
+    counters.set(Metric::SsdReadBytes, stats.ssd_bytes_read);
+    counters.set(Metric::SsdWrittenPages, stats.ssd_pages_written);
+    counters.set(Metric::SsdWrittenBytes, stats.ssd_bytes_written);
+    for (at, fault) in SsdFault::ALL.iter().enumerate() {
+        counters.set(Metric::SsdReadErrors(*fault), stats.ssd_read_errors[at]);
+        counters.set(Metric::SsdWriteErrors(*fault), stats.ssd_write_errors[at]);
+    }
+    counters.set(Metric::SsdEvictedPages, stats.ssd_evictions);
+    counters.set(Metric::SsdRetiredSlots, stats.slots_retired);
+    counters.set(Metric::DeviceCopiedBytes(CopyDirection::DeviceToHost), stats.bytes_saved);
+    counters.set(Metric::DeviceCopiedBytes(CopyDirection::HostToDevice), stats.bytes_restored);
+    counters.set(Metric::DeviceCopiedPages(CopyDirection::DeviceToHost), stats.pages_saved);
+    counters.set(Metric::DeviceCopiedPages(CopyDirection::HostToDevice), stats.pages_restored);
+    counters.set(Metric::SessionsOpened, stats.sessions_opened);
+    counters.set(Metric::SessionBadRequests, stats.bad_requests);
+    counters.set(Metric::LeasesGranted, stats.leases_granted);
+    for (cause, leases) in LeaseEnd::ALL.iter().zip(stats.leases_ended) {
+        counters.set(Metric::LeasesEnded(*cause), leases);
+    }
+    counters.set(Metric::BudgetQueryPeakBytes, stats.query_budget_peak_bytes);
+    counters.set(Metric::BudgetSpeculativePeakBytes, stats.speculative_budget_peak_bytes);
+}
+
+fn by_reason(
+    counters: &mut Counters,
+    pages: &[u64; Code::ALL.len()],
+    metric: fn(Reason) -> Metric,
+) {
+    // Several codes may fold into one reason.
+    let mut sums = [0; Reason::ALL.len()];
+    for (code, pages) in Code::ALL.iter().zip(pages) {
+        sums[Reason::of(*code) as usize] += pages;
+    }
+    for (reason, pages) in Reason::ALL.iter().zip(sums) {
+        counters.set(metric(*reason), pages);
+    }
+}
+
+fn measure(counters: &mut Counters, gauges: &Gauges) {
+    counters.set(Metric::PoolCapacityBytes, gauges.pool_capacity_bytes);
+    counters.set(Metric::PoolUsedBytes, gauges.pool_used_bytes);
+    counters.set(Metric::PoolPinnedBytes, gauges.pool_pinned_bytes);
+    counters.set(Metric::PoolDrainingBytes, gauges.pool_draining_bytes);
+    counters.set(Metric::PoolLargestFreeBytes, gauges.pool_largest_free_bytes);
+    counters.set(Metric::SpillWaitingPages, gauges.spill_pages + gauges.writes_in_flight);
+    counters.set(Metric::SpillWaitingBytes, gauges.spill_bytes + gauges.writes_in_flight_bytes);
+    counters.set(Metric::OperationsRunning, gauges.operations);
+    counters.set(Metric::SessionsAttached, gauges.sessions);
+    counters.set(Metric::LeasesHeld, gauges.leases);
+    counters.set(Metric::LeasedBytes, gauges.leased_bytes);
+    counters.set(Metric::BudgetQueryBytes, gauges.leased_bytes);
+    counters.set(Metric::BudgetQueryLimitBytes, gauges.query_budget_bytes);
+    counters.set(Metric::BudgetSpeculativeBytes, gauges.speculative_bytes);
+    counters.set(Metric::BudgetSpeculativeLimitBytes, gauges.speculative_budget_bytes);
+}
