@@ -7,7 +7,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
 use crate::exit::{Exit, ToolError};
-use crate::{demo, inspect, replay, simulate};
+use crate::{demo, evict, inspect, replay, simulate};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -35,6 +35,8 @@ enum Verb {
     Simulate(simulate::SimulateArgs),
     /// Show what a Manager holds and does; works on a hung or dead one too
     Inspect(inspect::InspectArgs),
+    /// Wait until everything is written, then drop what nobody holds from a tier
+    Evict(evict::EvictArgs),
     /// One engine of a replay
     #[command(hide = true)]
     ReplayEngine,
@@ -67,6 +69,7 @@ fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
         Verb::Replay(args) => replay::run(args),
         Verb::Simulate(args) => simulate::run(args),
         Verb::Inspect(args) => inspect::run(&args),
+        Verb::Evict(args) => evict::run(&args),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
     }
 }

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use orbitkv_shm_protocol::bootstrap::transport::TransportError;
+
 use crate::trace::TraceError;
 
 /// How a verb ended.
@@ -43,28 +45,6 @@ impl Exit {
 /// Why a verb could not do its work. One line each: what, which value, what to do.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ToolError {
-    /// A flag has a value outside its range.
-    #[error("--{flag} {value}: must be {range}; {advice}")]
-    Flag {
-        /// Name without dashes.
-        flag: &'static str,
-        /// As given.
-        value: u64,
-        /// What is accepted.
-        range: &'static str,
-        /// What to do.
-        advice: &'static str,
-    },
-    /// A flag names none of the known words.
-    #[error("--{flag} {value}: must be one of {known}")]
-    Word {
-        /// Name without dashes.
-        flag: &'static str,
-        /// As given.
-        value: Box<str>,
-        /// What is accepted.
-        known: &'static str,
-    },
     /// A trace cannot be read.
     #[error(transparent)]
     Trace(#[from] TraceError),
@@ -116,6 +96,31 @@ pub(crate) enum ToolError {
     /// SIGINT or SIGTERM.
     #[error("stopped by a signal")]
     Interrupted,
+    /// No Manager listens.
+    #[error(
+        "no Manager at {socket}: {source}; check --socket, or start one with `orbitkv serve`",
+        socket = socket.display()
+    )]
+    NoManager {
+        /// Where.
+        socket: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The bootstrap socket failed.
+    #[error("{socket}: {source}", socket = socket.display())]
+    Talk {
+        /// Where.
+        socket: PathBuf,
+        /// What went wrong.
+        source: TransportError,
+    },
+    /// The Manager refused.
+    #[error("the Manager refused: {message}")]
+    Refused {
+        /// Its own words.
+        message: Box<str>,
+    },
     /// The Manager's state cannot be read.
     #[error(transparent)]
     Inspect(#[from] orbitkv_shm_protocol::inspect::InspectError),
@@ -125,15 +130,16 @@ impl ToolError {
     /// The exit that the error asks for.
     pub(crate) fn exit(&self) -> Exit {
         match self {
-            Self::Flag { .. } | Self::Word { .. } => Exit::Usage,
             Self::Trace(error) if error.is_content() => Exit::Usage,
             Self::Trace(_)
             | Self::Output { .. }
             | Self::System { .. }
             | Self::NoDisk { .. }
+            | Self::NoManager { .. }
+            | Self::Talk { .. }
             | Self::Inspect(_) => Exit::System,
             Self::ManagerStart { exit, .. } | Self::Engine { exit, .. } => *exit,
-            Self::Interrupted => Exit::Failed,
+            Self::Interrupted | Self::Refused { .. } => Exit::Failed,
         }
     }
 }

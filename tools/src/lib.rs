@@ -4,6 +4,7 @@
 pub mod cli;
 pub mod content;
 mod demo;
+mod evict;
 mod exit;
 mod html;
 mod inspect;
