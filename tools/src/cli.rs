@@ -1,8 +1,10 @@
 //! The command line: one verb, its exit code, usage errors in one line.
 
+use std::error::Error;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
@@ -74,10 +76,29 @@ fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
     }
 }
 
-/// A usage error in one line, with the flags of the verb that was meant.
+/// A usage error in one line: what is wrong, and what is accepted.
 fn usage(error: &clap::Error, arguments: &[OsString]) -> String {
     let root = Cli::command();
     let verb = arguments.get(1).and_then(|verb| verb.to_str());
-    let command = verb.and_then(|verb| root.find_subcommand(verb)).unwrap_or(&root);
-    usage_line(error, command)
+    match error.kind() {
+        ErrorKind::MissingSubcommand => format!("no verb; accepted: {}", verbs(&root)),
+        ErrorKind::InvalidSubcommand => {
+            let verb = verb.unwrap_or_default();
+            format!("unknown verb {verb:?}; accepted: {}", verbs(&root))
+        }
+        _ => {
+            let command = verb.and_then(|verb| root.find_subcommand(verb)).unwrap_or(&root);
+            let line = usage_line(error, command);
+            // The parser of the value knows its range; clap keeps that apart from its own text.
+            match error.source() {
+                Some(range) if !line.contains("accepted") => format!("{line}: {range}"),
+                _ => line,
+            }
+        }
+    }
+}
+
+fn verbs(root: &clap::Command) -> String {
+    let shown = root.get_subcommands().filter(|verb| !verb.is_hide_set());
+    shown.map(clap::Command::get_name).collect::<Vec<_>>().join(", ")
 }

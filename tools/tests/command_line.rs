@@ -34,15 +34,23 @@ fn asked_for_help_is_no_error() {
 
 #[test]
 fn wrong_usage_is_2_in_one_line() {
-    refused(&[], 2, &[]);
-    refused(&["bogus"], 2, &["bogus"]);
+    refused(&[], 2, &["demo", "inspect"]);
+    refused(&["bogus"], 2, &["bogus", "replay"]);
     refused(&["replay"], 2, &["--trace"]);
     refused(&["replay", "--trace", "x", "--engine", "2"], 2, &["--engine", "--engines"]);
-    refused(&["replay", "--trace", "x", "--engines", "0"], 2, &["--engines", "0"]);
-    refused(&["replay", "--trace", "x", "--page-bytes", "1e30"], 2, &["--page-bytes", "1e30"]);
-    refused(&["replay", "--trace", "x", "--page-bytes", "1KiB"], 2, &["--page-bytes", "1KiB"]);
+    refused(&["replay", "--trace", "x", "--engines", "0"], 2, &["--engines", "0", "1..=64"]);
+    refused(
+        &["replay", "--trace", "x", "--page-bytes", "1e30"],
+        2,
+        &["--page-bytes", "1e30", "GiB"],
+    );
+    refused(
+        &["replay", "--trace", "x", "--page-bytes", "1KiB"],
+        2,
+        &["--page-bytes", "1KiB", "4KiB"],
+    );
     refused(&["replay", "--trace", "x", "--time-scale", "-1"], 2, &["--time-scale"]);
-    refused(&["replay", "--trace", "x", "--reattach", "5"], 2, &["--reattach"]);
+    refused(&["replay", "--trace", "x", "--reattach", "5"], 2, &["--reattach", "ms"]);
     refused(&["replay", "--trace", "x", "--socket", "/s", "--dram", "1GiB"], 2, &["--dram"]);
     refused(&["replay", "--trace", "x", "--socket", "/s", "--spawn"], 2, &["--spawn"]);
     refused(&["simulate", "--trace", "x"], 2, &["--dram-pages"]);

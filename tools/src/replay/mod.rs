@@ -70,7 +70,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
     /// Wall time over trace time; 0 plays as fast as the engines take requests
-    #[arg(long, value_name = "X|0", default_value = "0", value_parser = time_scale)]
+    #[arg(long, value_name = "X|0", default_value = "0", allow_hyphen_values = true, value_parser = time_scale)]
     time_scale: f64,
     /// Bytes of one page, 4KiB to 64MiB
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_bytes)]
