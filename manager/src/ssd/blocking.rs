@@ -13,10 +13,10 @@ use super::wake::Wake;
 use crate::image::ImageMemory;
 
 /// Threads of one engine: as fast as a ring with 1 MiB chunks, with more CPU for small ones.
-pub const BLOCKING_THREADS: u16 = 8;
+pub(crate) const BLOCKING_THREADS: u16 = 8;
 
 /// Threads and what they share.
-pub struct BlockingEngine {
+pub(crate) struct BlockingEngine {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     depth: usize,
@@ -51,7 +51,7 @@ impl BlockingEngine {
     /// # Errors
     ///
     /// When a thread cannot be started.
-    pub fn new(
+    pub(crate) fn new(
         file: Arc<SsdFile>,
         memory: Arc<dyn ImageMemory>,
         wake: Arc<Wake>,

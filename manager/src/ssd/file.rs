@@ -17,7 +17,7 @@ const OVERLAYFS: u64 = 0x794C_7630;
 
 /// An open SSD file, locked against every other process until it is dropped.
 #[derive(Debug)]
-pub struct SsdFile {
+pub(crate) struct SsdFile {
     file: File,
     path: PathBuf,
     direct: bool,
@@ -81,17 +81,17 @@ impl SsdFile {
     }
 
     /// Where it is.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// True when I/O goes around the page cache.
-    pub fn is_direct(&self) -> bool {
+    pub(crate) fn is_direct(&self) -> bool {
         self.direct
     }
 
     /// True when all its space is reserved, so that no write can run out of it.
-    pub fn is_preallocated(&self) -> bool {
+    pub(crate) fn is_preallocated(&self) -> bool {
         self.preallocated
     }
 

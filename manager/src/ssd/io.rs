@@ -12,10 +12,10 @@ use super::format::{BLOCK_BYTES, Block};
 
 /// Image bytes of one chunk at most: the unit of retry. Kernels before 6.x answered larger ones
 /// with EAGAIN after moving a part.
-pub const CHUNK_IMAGE_BYTES_MAX: u32 = 1 << 20;
+pub(crate) const CHUNK_IMAGE_BYTES_MAX: u32 = 1 << 20;
 
 /// Parts of one chunk at most: the kernel takes no more (`IOV_MAX`).
-pub const CHUNK_PARTS_MAX: usize = 1024;
+pub(crate) const CHUNK_PARTS_MAX: usize = 1024;
 
 /// Times that a chunk is sent again after EAGAIN or EINTR.
 const AGAIN_MAX: u8 = 3;
@@ -24,7 +24,7 @@ const SHORT_MAX: u8 = 1;
 
 /// Which way a chunk goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Transfer {
+pub(crate) enum Transfer {
     /// SSD → memory.
     Read,
     /// Memory → SSD.
@@ -33,7 +33,7 @@ pub enum Transfer {
 
 /// One piece of memory of a chunk.
 #[derive(Debug)]
-pub enum Part {
+pub(crate) enum Part {
     /// A part of a page image in the DRAM pool.
     Image(Extent),
     /// A block of our own: a footer, or the bytes between two images.
@@ -42,7 +42,7 @@ pub enum Part {
 
 impl Part {
     /// Length in bytes.
-    pub fn bytes(&self) -> u32 {
+    pub(crate) fn bytes(&self) -> u32 {
         match self {
             Self::Image(extent) => extent.bytes,
             Self::Block(_) => BLOCK_BYTES as u32,
@@ -52,7 +52,7 @@ impl Part {
 
 /// Whose parts these are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Member {
+pub(crate) struct Member {
     /// The worker's number for the page.
     pub page: u32,
     /// How many of the chunk's parts, in order.
@@ -61,7 +61,7 @@ pub struct Member {
 
 /// A run of bytes of the file and the memory it goes to or comes from.
 #[derive(Debug)]
-pub struct Chunk {
+pub(crate) struct Chunk {
     /// Which way.
     pub transfer: Transfer,
     /// First byte in the file, a multiple of 4 KiB.
@@ -78,14 +78,19 @@ pub struct Chunk {
 
 impl Chunk {
     /// An empty chunk that uses the given (empty) vectors.
-    pub fn new(transfer: Transfer, offset: u64, parts: Vec<Part>, members: Vec<Member>) -> Self {
+    pub(crate) fn new(
+        transfer: Transfer,
+        offset: u64,
+        parts: Vec<Part>,
+        members: Vec<Member>,
+    ) -> Self {
         debug_assert!(parts.is_empty() && members.is_empty());
         let attempts = Attempts::default();
         Self { transfer, offset, parts, members, attempts, bytes: 0, image_bytes: 0 }
     }
 
     /// Appends a part of `page`.
-    pub fn push(&mut self, page: u32, part: Part) {
+    pub(crate) fn push(&mut self, page: u32, part: Part) {
         self.bytes += part.bytes();
         if let Part::Image(extent) = part {
             self.image_bytes += extent.bytes;
@@ -98,17 +103,17 @@ impl Chunk {
     }
 
     /// Bytes that it moves.
-    pub fn bytes(&self) -> u32 {
+    pub(crate) fn bytes(&self) -> u32 {
         self.bytes
     }
 
     /// Bytes of page images among them: what the limits count.
-    pub fn image_bytes(&self) -> u32 {
+    pub(crate) fn image_bytes(&self) -> u32 {
         self.image_bytes
     }
 
     /// One chunk for each page, so that a page that fails does not take its neighbours along.
-    pub fn split(self) -> impl Iterator<Item = Self> {
+    pub(crate) fn split(self) -> impl Iterator<Item = Self> {
         let (transfer, mut offset) = (self.transfer, self.offset);
         let mut parts = self.parts.into_iter();
         self.members.into_iter().map(move |member| {
@@ -124,7 +129,7 @@ impl Chunk {
 
 /// What the kernel answered.
 #[derive(Debug)]
-pub struct Done {
+pub(crate) struct Done {
     /// The chunk, no longer the kernel's.
     pub chunk: Chunk,
     /// Bytes moved, or a negative errno.
@@ -133,14 +138,14 @@ pub struct Done {
 
 /// How often a chunk was sent again, by reason.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Attempts {
+pub(crate) struct Attempts {
     again: u8,
     short: u8,
 }
 
 /// What a result means.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Every byte is where it belongs.
     Good,
     /// Send the whole chunk once more.
@@ -151,7 +156,7 @@ pub enum Verdict {
 
 impl Attempts {
     /// Judges the result of a chunk of `expected` bytes. Good is only `result == expected`.
-    pub fn judge(&mut self, expected: u32, result: i32) -> Verdict {
+    pub(crate) fn judge(&mut self, expected: u32, result: i32) -> Verdict {
         let errno = result.wrapping_neg();
         if result >= 0 && result.unsigned_abs() == expected {
             Verdict::Good
@@ -234,7 +239,7 @@ impl fmt::Display for EngineMode {
 /// Carries chunks to the kernel and back. Used by one thread.
 ///
 /// Dropping an engine waits until the kernel has let go of every chunk.
-pub trait Engine {
+pub(crate) trait Engine {
     /// How it does I/O.
     fn mode(&self) -> EngineMode;
 

@@ -2,22 +2,53 @@
 //!
 //! `core` decides which page goes into which slot and what is read back; this module executes.
 //! Nothing here imports `pool` or `device`: DRAM is reached through `ImageMemory` alone.
+//!
+//! ```text
+//!  reactor ── SsdTier ──▶ reader ──▶ verifier ──▶ ends     one of each for every file
+//!                    └──▶ writer ───────────────▶ ends     reader and writer own an I/O engine
+//! ```
+//!
+//! Laws: memory that an order names is the tier's from `submit_*` until the order's end is polled.
+//! Every order ends exactly once. A page counts as written when image and footer were accepted in
+//! full, and is trusted when its bytes match the checksum in its footer, never earlier.
 
 mod blocking;
+mod breaker;
+mod counters;
+mod device;
+mod engine;
 mod error;
 mod file;
+mod flight;
 pub mod format;
 mod io;
+mod limit;
+mod metadata;
+mod order;
+mod reader;
+mod recover;
+mod tier;
 mod uring;
+mod verifier;
+mod verify;
 mod wake;
+mod worker;
+mod writer;
 
 #[cfg(test)]
 mod conformance;
 #[cfg(test)]
 mod fake;
 
+pub use counters::DeviceSnapshot;
+pub use device::{DeviceInfo, DeviceStatus, Health, Notify};
+pub use engine::EngineChoice;
 pub use error::SsdError;
 pub use io::{EngineKind, EngineMode, TaskRun};
+pub use order::{ReadOrder, SsdEnd, WriteOrder};
+pub use recover::{RecoveredPage, SlotCounts};
+pub use tier::{QueueFull, Recovery, SsdConfig, SsdTier};
+pub use verify::verify;
 
 /// Files of one tier at most.
 pub const DEVICES_MAX: usize = 16;

@@ -30,7 +30,7 @@ const BUSY_PAUSE: Duration = Duration::from_millis(1);
 const DRAIN_TRIES_MAX: u32 = 1000;
 
 /// One ring and the chunks that it holds.
-pub struct UringEngine {
+pub(crate) struct UringEngine {
     // Declared first, so dropped first: closing the ring comes before anything it points to goes.
     ring: IoUring,
     slots: Vec<Slot>,
@@ -66,7 +66,7 @@ impl UringEngine {
     /// # Errors
     ///
     /// What the kernel answers to `io_uring_setup`: EPERM or ENOSYS where it is forbidden.
-    pub fn new(
+    pub(crate) fn new(
         file: Arc<SsdFile>,
         memory: Arc<dyn ImageMemory>,
         wake: Arc<Wake>,
@@ -94,7 +94,7 @@ impl UringEngine {
     }
 
     /// Asks whether this process may use io_uring at all: makes a small ring and enters it once.
-    pub fn probe() -> Result<TaskRun, Errno> {
+    pub(crate) fn probe() -> Result<TaskRun, Errno> {
         let errno = |error: io::Error| Errno::from_io_error(&error).unwrap_or(Errno::NOSYS);
         let (mut ring, task_run) = make_ring(2).map_err(errno)?;
         let nop = opcode::Nop::new().build();

@@ -11,20 +11,20 @@ use rustix::io::Errno;
 /// The worker arms, looks once more for work, then sleeps; the publisher publishes, then rings.
 /// Both have a full fence between their store and their load, so one of the two sees the other.
 #[derive(Debug)]
-pub struct Wake {
+pub(crate) struct Wake {
     event: OwnedFd,
     asleep: AtomicBool,
 }
 
 impl Wake {
     /// Makes the eventfd. Blocking, so that io_uring waits for it instead of failing with EAGAIN.
-    pub fn new() -> Result<Self, Errno> {
+    pub(crate) fn new() -> Result<Self, Errno> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         Ok(Self { event, asleep: AtomicBool::new(false) })
     }
 
     /// Wakes the worker if it sleeps or is about to. Any thread, any number of times.
-    pub fn ring(&self) {
+    pub(crate) fn ring(&self) {
         // sync-point: worker-doze. Orders what was published before against the load below.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {

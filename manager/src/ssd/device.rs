@@ -1,0 +1,360 @@
+//! One file with its three threads: a reader, a verifier and a writer.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use std::time::Instant;
+
+use ringbuf::traits::{Consumer, Observer, Producer, Split};
+use ringbuf::{HeapCons, HeapProd, HeapRb};
+use rustix::io::Errno;
+
+use super::breaker::{Breaker, Change};
+use super::counters::{DeviceCounters, DeviceSnapshot};
+use super::engine::{EngineSpec, Resolved};
+use super::error::SsdError;
+use super::file::SsdFile;
+use super::format::RegionGeometry;
+use super::io::{Engine, EngineMode};
+use super::limit::ReadActivity;
+use super::metadata::Metadata;
+use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
+use super::reader::{READ_DEPTH, Reader};
+use super::verifier::Verifier;
+use super::wake::Wake;
+use super::worker::{self, Control, Duty};
+use super::writer::{WRITE_DEPTH, Writer, WriterParts};
+use crate::core::IoFault;
+use crate::image::ImageMemory;
+
+/// Reads of one device that may be out.
+pub(crate) const READ_QUEUE: usize = 4096;
+/// Writes and forgets of one device that may be out.
+pub(crate) const WRITE_QUEUE: usize = 4096;
+/// Regions and retired slots that may wait beside them.
+const RECORD_QUEUE: usize = 4096;
+
+/// Rings the reactor.
+pub type Notify = Arc<dyn Fn() + Send + Sync>;
+
+/// What a device takes at the moment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Health {
+    /// Everything.
+    Healthy,
+    /// Reads; writes failed too often and one is tried now and then.
+    ReadOnly,
+    /// Writes; reads failed too often and one is tried now and then.
+    WriteOnly,
+    /// Single tries only.
+    Off,
+}
+
+impl Health {
+    /// The word that tools show.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Healthy => "healthy",
+            Self::ReadOnly => "read-only",
+            Self::WriteOnly => "write-only",
+            Self::Off => "off",
+        }
+    }
+}
+
+/// A device as tools show it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceStatus {
+    /// Its numbers.
+    pub counters: DeviceSnapshot,
+    /// What it takes.
+    pub health: Health,
+    /// How it reads.
+    pub read_mode: EngineMode,
+    /// How it writes.
+    pub write_mode: EngineMode,
+}
+
+/// What all devices of a tier share.
+pub(crate) struct Shared {
+    pub(crate) memory: Arc<dyn ImageMemory>,
+    pub(crate) arenas: Arc<[u64]>,
+    pub(crate) resolved: Resolved,
+    pub(crate) write_bytes_in_flight_max: u64,
+    pub(crate) control: Arc<Control>,
+    pub(crate) notify: Notify,
+    /// Every thread holds a clone; when the other end hears nothing more, all are gone.
+    pub(crate) alive: Sender<()>,
+}
+
+/// The reactor's end of a device.
+pub(crate) struct Device {
+    file: Arc<SsdFile>,
+    counters: Arc<DeviceCounters>,
+    read: Side<ReadOrder>,
+    write: Side<WriterCommand>,
+    read_mode: EngineMode,
+    write_mode: EngineMode,
+}
+
+struct Side<O> {
+    orders: HeapProd<O>,
+    ends: HeapCons<SsdEnd>,
+    wake: Arc<Wake>,
+    out: usize,
+    breaker: Breaker,
+}
+
+/// Why an order was not taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Refusal {
+    /// The queue is full: try again after the next end.
+    Full,
+    /// The breaker is open: the order ends with [`IoFault::Off`].
+    Off,
+}
+
+impl Device {
+    /// Starts the threads and waits until their engines are made.
+    pub(crate) fn start(
+        file: Arc<SsdFile>,
+        metadata: Metadata,
+        counters: Arc<DeviceCounters>,
+        shared: &Shared,
+    ) -> Result<Self, SsdError> {
+        let activity = Arc::new(ReadActivity::new());
+        let geometry = metadata.state().geometry;
+        let spec = |depth: u16, wake: &Arc<Wake>| EngineSpec {
+            resolved: shared.resolved,
+            file: file.clone(),
+            memory: shared.memory.clone(),
+            wake: wake.clone(),
+            depth,
+            arenas: shared.arenas.clone(),
+            threads: EngineSpec::THREADS,
+        };
+
+        let (read, orders, ends) = Side::new(READ_QUEUE, READ_QUEUE)?;
+        let (results, to_check) = sync_channel(READ_QUEUE);
+        let verifier = Verifier {
+            memory: shared.memory.clone(),
+            counters: counters.clone(),
+            ends,
+            notify: shared.notify.clone(),
+        };
+        spawn("orbitkv-ssd-sum", shared, move || verifier.run(&to_check))?;
+        let duty = {
+            let (counters, activity) = (counters.clone(), activity.clone());
+            move |engine| Reader::new(engine, geometry, counters, activity, results)
+        };
+        let read_made =
+            spawn_worker("orbitkv-ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;
+
+        let (write, orders, ends) = Side::new(WRITE_QUEUE + RECORD_QUEUE, WRITE_QUEUE)?;
+        let parts = WriterParts {
+            metadata,
+            counters: counters.clone(),
+            activity,
+            bytes_in_flight_max: shared.write_bytes_in_flight_max,
+            ends,
+            notify: shared.notify.clone(),
+        };
+        let write_made = spawn_worker(
+            "orbitkv-ssd-write",
+            shared,
+            spec(WRITE_DEPTH, &write.wake),
+            orders,
+            move |engine| Writer::new(engine, parts),
+        )?;
+        let (read_mode, write_mode) = (made(&read_made)?, made(&write_made)?);
+        Ok(Self { file, counters, read, write, read_mode, write_mode })
+    }
+
+    pub(crate) fn status(&self) -> DeviceStatus {
+        let health = match (self.read.breaker.is_open(), self.write.breaker.is_open()) {
+            (false, false) => Health::Healthy,
+            (false, true) => Health::ReadOnly,
+            (true, false) => Health::WriteOnly,
+            (true, true) => Health::Off,
+        };
+        DeviceStatus {
+            counters: self.counters.snapshot(),
+            health,
+            read_mode: self.read_mode,
+            write_mode: self.write_mode,
+        }
+    }
+
+    pub(crate) fn modes(&self) -> (EngineMode, EngineMode) {
+        (self.read_mode, self.write_mode)
+    }
+
+    pub(crate) fn submit_read(&mut self, order: ReadOrder) -> Result<(), Refusal> {
+        self.read.submit(order, READ_QUEUE)?;
+        self.counters.reading.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(crate) fn submit_write(&mut self, order: WriteOrder) -> Result<(), Refusal> {
+        self.write.submit(WriterCommand::Write(order), WRITE_QUEUE)?;
+        self.counters.writing.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// A command of the writer that has no end. False when the queue is full.
+    pub(crate) fn record(&mut self, command: WriterCommand) -> bool {
+        let pushed = self.write.orders.try_push(command).is_ok();
+        self.write.wake.ring();
+        pushed
+    }
+
+    /// True when [`record_forget`](Self::record_forget) would be taken.
+    pub(crate) fn has_room_for_forget(&self) -> bool {
+        self.write.out < WRITE_QUEUE && !self.write.orders.is_full()
+    }
+
+    /// A forget, which the breaker does not stop.
+    pub(crate) fn record_forget(&mut self, command: WriterCommand) {
+        let pushed = self.record(command);
+        debug_assert!(pushed, "asked before");
+        self.write.out += 1;
+    }
+
+    /// The next end of this device.
+    pub(crate) fn poll(&mut self) -> Option<SsdEnd> {
+        let path = self.file.path();
+        if let Some(end) = self.read.ends.try_pop() {
+            self.read.out -= 1;
+            if let SsdEnd::Read { fault, .. } = end {
+                note(path, "reads", self.read.breaker.record(is_device_fault(fault), Instant::now));
+            }
+            return Some(end);
+        }
+        let end = self.write.ends.try_pop()?;
+        self.write.out -= 1;
+        if let SsdEnd::Write { fault, .. } = end {
+            note(path, "writes", self.write.breaker.record(is_device_fault(fault), Instant::now));
+        }
+        Some(end)
+    }
+
+    /// Wakes the workers to look at the control word.
+    pub(crate) fn wake(&self) {
+        self.read.wake.ring_always();
+        self.write.wake.ring_always();
+    }
+}
+
+impl<O> Side<O> {
+    fn new(
+        orders_max: usize,
+        ends_max: usize,
+    ) -> Result<(Self, HeapCons<O>, HeapProd<SsdEnd>), SsdError> {
+        let wake = Wake::new().map_err(|errno| SsdError::System { operation: "eventfd", errno })?;
+        let (orders, to_do) = HeapRb::new(orders_max).split();
+        let (ended, ends) = HeapRb::new(ends_max).split();
+        let side = Self { orders, ends, wake: Arc::new(wake), out: 0, breaker: Breaker::default() };
+        Ok((side, to_do, ended))
+    }
+
+    fn submit(&mut self, order: O, out_max: usize) -> Result<(), Refusal> {
+        if self.out >= out_max || self.orders.is_full() {
+            return Err(Refusal::Full);
+        }
+        if !self.breaker.admits(Instant::now) {
+            return Err(Refusal::Off);
+        }
+        let pushed = self.orders.try_push(order).is_ok();
+        debug_assert!(pushed, "not full a moment ago, and this thread alone pushes");
+        self.out += 1;
+        self.wake.ring();
+        Ok(())
+    }
+}
+
+/// A damaged image or a stop says nothing about the device.
+fn is_device_fault(fault: Option<IoFault>) -> bool {
+    matches!(fault, Some(IoFault::Errno(_) | IoFault::Short))
+}
+
+fn note(path: &std::path::Path, work: &'static str, change: Change) {
+    let path = path.display();
+    match change {
+        Change::None => {}
+        Change::Opened => {
+            tracing::error!(%path, work, "too many failures: the device is left alone for a while");
+        }
+        Change::Closed => tracing::info!(%path, work, "the device works again"),
+    }
+}
+
+type Made = Receiver<Result<EngineMode, Errno>>;
+
+fn spawn_worker<D: Duty>(
+    name: &'static str,
+    shared: &Shared,
+    spec: EngineSpec,
+    mut orders: HeapCons<D::Command>,
+    duty: impl FnOnce(Box<dyn Engine>) -> D + Send + 'static,
+) -> Result<Made, SsdError>
+where
+    D::Command: Send + 'static,
+{
+    let (tell, made) = channel();
+    let control = shared.control.clone();
+    spawn(name, shared, move || {
+        // On this thread: a ring belongs to the thread that made it.
+        match spec.build() {
+            Ok(engine) => {
+                let _ = tell.send(Ok(engine.mode()));
+                worker::run(&mut duty(engine), &mut orders, &control);
+            }
+            Err(errno) => _ = tell.send(Err(errno)),
+        }
+    })?;
+    Ok(made)
+}
+
+fn made(made: &Made) -> Result<EngineMode, SsdError> {
+    let answer = made.recv().unwrap_or(Err(Errno::CANCELED));
+    answer.map_err(|errno| SsdError::System { operation: "start of the I/O engine", errno })
+}
+
+fn spawn(
+    name: &'static str,
+    shared: &Shared,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<(), SsdError> {
+    let alive = shared.alive.clone();
+    std::thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(move || {
+            body();
+            drop(alive);
+        })
+        .map(drop)
+        .map_err(|error| SsdError::System {
+            operation: "start of a thread",
+            errno: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
+        })
+}
+
+/// Where a file is and how it is cut, for `core` and for tools.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceInfo {
+    /// The file.
+    pub path: std::path::PathBuf,
+    /// How it is cut into regions.
+    pub geometry: RegionGeometry,
+    /// Slot length of each region, where it has one.
+    pub regions: Vec<Option<u32>>,
+    /// Offsets of slots that must not be used again, ascending.
+    pub retired: Vec<u64>,
+    /// `O_DIRECT`.
+    pub direct: bool,
+    /// All space is reserved.
+    pub preallocated: bool,
+    /// How it reads.
+    pub read_mode: EngineMode,
+    /// How it writes.
+    pub write_mode: EngineMode,
+}

@@ -1,0 +1,242 @@
+//! Pages in flight: which chunks of a page are still out, and how the page ends.
+//!
+//! A page ends exactly once, when it is sealed (no more chunks will come) and its last chunk is
+//! back: until then its buffers are the kernel's, whatever became of the other chunks.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::counters::{DeviceCounters, count};
+use super::format::Block;
+use super::io::{Chunk, Done, Engine, Member, Part, Transfer, Verdict};
+use crate::core::{Extent, IoFault};
+
+/// Blocks that are kept for the next footers.
+const SPARE_BLOCKS_MAX: usize = 64;
+
+/// The pages of one worker. `C` is what was ordered for a page.
+pub(crate) struct Flight<C> {
+    engine: Box<dyn Engine>,
+    transfer: Transfer,
+    counters: Arc<DeviceCounters>,
+    pages: Vec<Option<Page<C>>>,
+    free: Vec<u32>,
+    retry: VecDeque<Chunk>,
+    done: Vec<Done>,
+    ended: VecDeque<(C, Option<IoFault>)>,
+    image_bytes: u64,
+    spare_vectors: Vec<(Vec<Part>, Vec<Member>)>,
+    spare_blocks: Vec<Box<Block>>,
+}
+
+struct Page<C> {
+    command: C,
+    chunks_out: u32,
+    sealed: bool,
+    fault: Option<IoFault>,
+}
+
+impl<C> Flight<C> {
+    pub(crate) fn new(
+        engine: Box<dyn Engine>,
+        transfer: Transfer,
+        counters: Arc<DeviceCounters>,
+    ) -> Self {
+        Self {
+            engine,
+            transfer,
+            counters,
+            pages: Vec::new(),
+            free: Vec::new(),
+            retry: VecDeque::new(),
+            done: Vec::new(),
+            ended: VecDeque::new(),
+            image_bytes: 0,
+            spare_vectors: Vec::new(),
+            spare_blocks: Vec::new(),
+        }
+    }
+
+    /// True when the kernel holds nothing and nothing waits to be sent again.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.engine.in_flight() == 0 && self.retry.is_empty()
+    }
+
+    /// Image bytes in the kernel's hands.
+    pub(crate) fn image_bytes(&self) -> u64 {
+        self.image_bytes
+    }
+
+    /// True when a chunk with `image_bytes` may be sent now: within `limit_bytes`, or alone.
+    pub(crate) fn has_room(&self, image_bytes: u32, limit_bytes: u64) -> bool {
+        self.retry.is_empty()
+            && self.engine.in_flight() < self.engine.depth()
+            && (self.engine.in_flight() == 0
+                || self.image_bytes + u64::from(image_bytes) <= limit_bytes)
+    }
+
+    /// A page begins; returns its number.
+    pub(crate) fn begin(&mut self, command: C) -> u32 {
+        let page = Page { command, chunks_out: 0, sealed: false, fault: None };
+        match self.free.pop() {
+            Some(number) => {
+                if let Some(place) = self.pages.get_mut(number as usize) {
+                    *place = Some(page);
+                }
+                number
+            }
+            None => {
+                self.pages.push(Some(page));
+                self.pages.len() as u32 - 1
+            }
+        }
+    }
+
+    /// True when a chunk of the page failed: the rest need not be sent.
+    pub(crate) fn has_failed(&self, page: u32) -> bool {
+        self.page(page).is_some_and(|page| page.fault.is_some())
+    }
+
+    /// The page will end with `fault`, unless it already has one.
+    pub(crate) fn fail(&mut self, page: u32, fault: IoFault) {
+        if let Some(open) = self.page_mut(page) {
+            open.fault = open.fault.or(Some(fault));
+        }
+    }
+
+    /// No more chunks of this page will come.
+    pub(crate) fn seal(&mut self, page: u32) {
+        if let Some(open) = self.page_mut(page) {
+            open.sealed = true;
+        }
+        self.end_if_over(page);
+    }
+
+    /// An empty chunk at `offset`.
+    pub(crate) fn chunk(&mut self, offset: u64) -> Chunk {
+        let (parts, members) = self.spare_vectors.pop().unwrap_or_default();
+        Chunk::new(self.transfer, offset, parts, members)
+    }
+
+    /// A block with any contents.
+    pub(crate) fn block(&mut self) -> Box<Block> {
+        self.spare_blocks.pop().unwrap_or_else(|| Box::new(Block::ZERO))
+    }
+
+    /// Sends a chunk. The caller has asked [`has_room`](Self::has_room).
+    pub(crate) fn send(&mut self, chunk: Chunk) {
+        for index in 0..chunk.members.len() {
+            let page = chunk.members[index].page;
+            if let Some(open) = self.page_mut(page) {
+                open.chunks_out += 1;
+            }
+        }
+        if chunk.members.len() > 1 {
+            let pages = chunk.members.len() as u64;
+            self.counters.coalesced_pages.fetch_add(pages, Ordering::Relaxed);
+        }
+        self.submit(chunk);
+    }
+
+    /// Sleeps until something is back or the worker is woken, then settles it.
+    pub(crate) fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
+        let mut done = std::mem::take(&mut self.done);
+        self.engine.wait(ready, &mut done);
+        for Done { chunk, result } in done.drain(..) {
+            self.image_bytes -= u64::from(chunk.image_bytes());
+            self.settle(chunk, result);
+        }
+        self.done = done;
+        while self.engine.in_flight() < self.engine.depth() {
+            let Some(chunk) = self.retry.pop_front() else { break };
+            self.submit(chunk);
+        }
+    }
+
+    /// The next page that ended, with its fault.
+    pub(crate) fn take_ended(&mut self) -> Option<(C, Option<IoFault>)> {
+        self.ended.pop_front()
+    }
+
+    /// Ends a page that was never begun.
+    pub(crate) fn refuse(&mut self, command: C, fault: IoFault) {
+        self.ended.push_back((command, Some(fault)));
+    }
+
+    fn submit(&mut self, chunk: Chunk) {
+        let image_bytes = u64::from(chunk.image_bytes());
+        match self.engine.submit(chunk) {
+            Ok(()) => self.image_bytes += image_bytes,
+            Err(chunk) => self.retry.push_back(chunk),
+        }
+    }
+
+    fn settle(&mut self, mut chunk: Chunk, result: i32) {
+        match chunk.attempts.judge(chunk.bytes(), result) {
+            Verdict::Good => self.chunk_over(chunk, None),
+            Verdict::Again => {
+                let counters = &self.counters;
+                count(if result < 0 {
+                    &counters.interrupted_transfers
+                } else {
+                    &counters.short_transfers
+                });
+                self.retry.push_back(chunk);
+            }
+            Verdict::Failed(fault) => {
+                if fault == IoFault::Short {
+                    count(&self.counters.short_transfers);
+                }
+                if chunk.members.len() > 1 {
+                    self.retry.extend(chunk.split());
+                } else {
+                    self.chunk_over(chunk, Some(fault));
+                }
+            }
+        }
+    }
+
+    fn chunk_over(&mut self, mut chunk: Chunk, fault: Option<IoFault>) {
+        for part in chunk.parts.drain(..) {
+            if let Part::Block(block) = part
+                && self.spare_blocks.len() < SPARE_BLOCKS_MAX
+            {
+                self.spare_blocks.push(block);
+            }
+        }
+        for member in chunk.members.drain(..) {
+            if let Some(page) = self.page_mut(member.page) {
+                page.chunks_out -= 1;
+                page.fault = page.fault.or(fault);
+            }
+            self.end_if_over(member.page);
+        }
+        if self.spare_vectors.len() < self.engine.depth() {
+            self.spare_vectors.push((chunk.parts, chunk.members));
+        }
+    }
+
+    fn end_if_over(&mut self, number: u32) {
+        let Some(place) = self.pages.get_mut(number as usize) else { return };
+        if let Some(Page { command, fault, .. }) =
+            place.take_if(|page| page.sealed && page.chunks_out == 0)
+        {
+            self.free.push(number);
+            self.ended.push_back((command, fault));
+        }
+    }
+
+    fn page(&self, number: u32) -> Option<&Page<C>> {
+        self.pages.get(number as usize)?.as_ref()
+    }
+
+    fn page_mut(&mut self, number: u32) -> Option<&mut Page<C>> {
+        self.pages.get_mut(number as usize)?.as_mut()
+    }
+}
+
+/// The part of an extent that begins `start` bytes in.
+pub(crate) fn part_of(extent: Extent, start: u32, bytes: u32) -> Extent {
+    Extent { offset: extent.offset + u64::from(start), bytes, ..extent }
+}

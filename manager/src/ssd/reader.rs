@@ -1,0 +1,205 @@
+//! The read side of a device: first come, first served, a few megabytes in the kernel at a time.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+
+use super::counters::DeviceCounters;
+use super::flight::{Flight, part_of};
+use super::format::{FOOTER_BYTES, RegionGeometry, padded};
+use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
+use super::limit::ReadActivity;
+use super::order::ReadOrder;
+use super::verifier::ReadResult;
+use super::worker::Duty;
+use crate::core::{IoFault, Slot};
+
+/// Chunks of reads in the kernel at most.
+pub(crate) const READ_DEPTH: u16 = 64;
+/// Image bytes of reads in the kernel at most (one chunk at least): enough for any drive, and what
+/// the kernel has cannot be taken back.
+const READ_BYTES_IN_FLIGHT: u64 = 16 << 20;
+/// Images up to this length in neighbouring slots are read with one request.
+const COALESCE_IMAGE_BYTES_MAX: u32 = 128 << 10;
+
+/// Turns read orders into chunks.
+pub(crate) struct Reader {
+    flight: Flight<ReadOrder>,
+    backlog: VecDeque<ReadOrder>,
+    open: Option<OpenPage>,
+    together: Vec<u32>,
+    geometry: RegionGeometry,
+    activity: Arc<ReadActivity>,
+    results: SyncSender<ReadResult>,
+}
+
+/// The page whose chunks are being sent.
+#[derive(Clone, Copy)]
+struct OpenPage {
+    page: u32,
+    order: ReadOrder,
+    sent: u32,
+}
+
+impl Reader {
+    pub(crate) fn new(
+        engine: Box<dyn Engine>,
+        geometry: RegionGeometry,
+        counters: Arc<DeviceCounters>,
+        activity: Arc<ReadActivity>,
+        results: SyncSender<ReadResult>,
+    ) -> Self {
+        Self {
+            flight: Flight::new(engine, Transfer::Read, counters),
+            backlog: VecDeque::new(),
+            open: None,
+            together: Vec::new(),
+            geometry,
+            activity,
+            results,
+        }
+    }
+
+    fn is_sound(&self, order: &ReadOrder) -> bool {
+        let image = padded(order.image_bytes.into());
+        let Slot { offset, bytes, .. } = order.slot;
+        order.image_bytes > 0
+            && u64::from(order.extent.bytes) >= image
+            && u64::from(bytes) >= image + u64::from(FOOTER_BYTES)
+            && self.geometry.region_of(offset).is_some()
+            && offset + u64::from(bytes) <= self.geometry.capacity_bytes
+    }
+
+    /// Sends the next chunk of a page. False when there is no room for it.
+    fn send_next(&mut self, open: OpenPage) -> bool {
+        let OpenPage { page, order, sent } = open;
+        let image = padded_image(&order);
+        let bytes = CHUNK_IMAGE_BYTES_MAX.min(image - sent);
+        if !self.flight.has_failed(page) {
+            if !self.flight.has_room(bytes, READ_BYTES_IN_FLIGHT) {
+                return false;
+            }
+            let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
+            chunk.push(page, Part::Image(part_of(order.extent, sent, bytes)));
+            self.flight.send(chunk);
+            if sent + bytes < image {
+                self.open = Some(OpenPage { sent: sent + bytes, ..open });
+                return true;
+            }
+        }
+        self.open = None;
+        self.flight.seal(page);
+        true
+    }
+
+    /// Sends a small page and those that follow it on the device and in the backlog.
+    fn send_together(&mut self, first: ReadOrder) {
+        let mut page = self.begin(first);
+        let mut chunk = self.flight.chunk(first.slot.offset);
+        chunk.push(page, Part::Image(part_of(first.extent, 0, padded_image(&first))));
+        self.together.push(page);
+        let mut last = first;
+        while let Some(next) = self.backlog.front().copied()
+            && follows(&last, &next)
+            && self.is_sound(&next)
+        {
+            let image = padded_image(&next);
+            let total = chunk.image_bytes() + image;
+            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READ_BYTES_IN_FLIGHT) {
+                break;
+            }
+            self.backlog.pop_front();
+            // What lies between two images, the footer, is read with the page in front of it.
+            chunk.push(page, Part::Block(self.flight.block()));
+            page = self.begin(next);
+            chunk.push(page, Part::Image(part_of(next.extent, 0, image)));
+            self.together.push(page);
+            last = next;
+        }
+        self.flight.send(chunk);
+        for page in self.together.drain(..) {
+            self.flight.seal(page);
+        }
+    }
+
+    fn begin(&mut self, order: ReadOrder) -> u32 {
+        self.activity.reads(order.image_bytes);
+        self.flight.begin(order)
+    }
+}
+
+impl Duty for Reader {
+    type Command = ReadOrder;
+
+    fn accept(&mut self, order: ReadOrder) {
+        self.backlog.push_back(order);
+    }
+
+    fn fill(&mut self) {
+        loop {
+            if let Some(open) = self.open {
+                if !self.send_next(open) {
+                    return;
+                }
+                continue;
+            }
+            let Some(order) = self.backlog.front().copied() else { return };
+            if !self.is_sound(&order) {
+                self.backlog.pop_front();
+                self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
+            } else if is_small(&order) {
+                if !self.flight.has_room(padded_image(&order), READ_BYTES_IN_FLIGHT) {
+                    return;
+                }
+                self.backlog.pop_front();
+                self.send_together(order);
+            } else {
+                self.backlog.pop_front();
+                let page = self.begin(order);
+                self.open = Some(OpenPage { page, order, sent: 0 });
+            }
+        }
+    }
+
+    fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
+        self.flight.wait(ready);
+    }
+
+    fn deliver(&mut self) {
+        while let Some((order, fault)) = self.flight.take_ended() {
+            // Never blocks: there is room for every order that the tier lets out. Fails only when
+            // the verifier is gone, and with it everyone who could want the result.
+            let _ = self.results.send(ReadResult { order, fault });
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.flight.is_idle() && self.backlog.is_empty() && self.open.is_none()
+    }
+
+    fn abandon(&mut self) {
+        for order in self.backlog.drain(..) {
+            self.flight.refuse(order, IoFault::Off);
+        }
+        if let Some(open) = self.open.take() {
+            self.flight.fail(open.page, IoFault::Off);
+            self.flight.seal(open.page);
+        }
+    }
+
+    fn finish(&mut self) {}
+}
+
+fn padded_image(order: &ReadOrder) -> u32 {
+    padded(order.image_bytes.into()) as u32
+}
+
+fn is_small(order: &ReadOrder) -> bool {
+    order.image_bytes <= COALESCE_IMAGE_BYTES_MAX
+}
+
+/// True when `next` is small and its image begins one footer behind that of `last`.
+fn follows(last: &ReadOrder, next: &ReadOrder) -> bool {
+    let behind = u64::from(padded_image(last)) + u64::from(FOOTER_BYTES);
+    is_small(next) && next.slot.offset == last.slot.offset + behind
+}

@@ -1,0 +1,465 @@
+//! The tier as the reactor sees it: opened with what it recovered, told what to do, polled for ends.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::DEVICES_MAX;
+use super::counters::DeviceCounters;
+use super::device::{Device, DeviceInfo, DeviceStatus, Notify, Refusal, Shared};
+use super::engine::{EngineChoice, EngineSpec, Resolved, resolve};
+use super::error::SsdError;
+use super::file::{Access, SsdFile};
+use super::format::{BLOCK_BYTES, FileId, Forgotten, SUPERBLOCK_COPIES, Superblock};
+use super::metadata::{self, Metadata};
+use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
+use super::recover::{Census, RecoveredPage, SlotCounts, drop_orphans, scan};
+use super::worker::Control;
+use crate::core::{IoFault, Slot, Ticket};
+use crate::image::ImageMemory;
+
+/// How long the end of a tier waits for I/O that the kernel does not give back.
+const STUCK_IO_WAIT: Duration = Duration::from_secs(5);
+/// A blank file up to this length is taken for a new one.
+const BLANK_BYTES_MAX: u64 = 1 << 20;
+
+/// How the tier is made.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SsdConfig {
+    /// Files, 1 to [`DEVICES_MAX`]; a missing one is made, its folder is not.
+    pub paths: Vec<PathBuf>,
+    /// Bytes of all files together, split evenly: a hard bound, reserved at once.
+    pub capacity_bytes: u64,
+    /// `O_DIRECT`: around the page cache.
+    pub direct: bool,
+    /// How I/O is done.
+    pub engine: EngineChoice,
+    /// Image bytes of writes in flight a device at most; less while small pages are read.
+    pub write_in_flight_bytes: u64,
+    /// Longest slot that will be used, in bytes; decides the region length of new files.
+    pub slot_bytes_max: u32,
+    /// Sizes of the DRAM arenas, by number, to be registered with the rings; empty for none.
+    pub arena_bytes: Vec<u64>,
+}
+
+/// What was on SSD.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Recovery {
+    /// The files, in configuration order.
+    pub devices: Vec<DeviceInfo>,
+    /// The newest slot of each page that is neither forgotten, retired nor without an ancestor;
+    /// parents before their children.
+    pub pages: Vec<RecoveredPage>,
+    /// Generations start above this.
+    pub highest_generation: u64,
+    /// Namespaces whose older pages some slot may still hold.
+    pub forgotten: Vec<Forgotten>,
+    /// What the slots held.
+    pub counts: SlotCounts,
+    /// Pages dropped because an ancestor is in no slot; counted as valid in `counts`.
+    pub orphans: u64,
+}
+
+/// The queue is full: try again after the next end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the ssd queue is full")]
+pub struct QueueFull;
+
+/// The open tier. Used by one thread; may be moved to another.
+///
+/// Dropping it ends the workers without writing anything more, as a crash would, after the kernel
+/// has let go of all memory; [`stop`](Self::stop) is the clean way.
+pub struct SsdTier {
+    devices: Vec<Device>,
+    control: Arc<Control>,
+    gone: Receiver<()>,
+    forgets: HashMap<Ticket, (usize, Option<IoFault>)>,
+    /// Ends that no worker reports.
+    ended: VecDeque<SsdEnd>,
+    next: usize,
+    /// The workers have ended, or were left behind.
+    is_over: bool,
+}
+
+impl SsdTier {
+    /// Claims, makes or grows the files, reads their footers and starts the workers.
+    ///
+    /// `notify` is called after an end is ready for [`poll`](Self::poll), from other threads.
+    ///
+    /// # Errors
+    ///
+    /// See [`SsdError`]. Files that were made by this call are removed again.
+    pub fn open(
+        config: &SsdConfig,
+        memory: Arc<dyn ImageMemory>,
+        notify: Notify,
+    ) -> Result<(Self, Recovery), SsdError> {
+        let count = config.paths.len();
+        if count == 0 || count > DEVICES_MAX {
+            return Err(SsdError::FileCount { count });
+        }
+        let resolved = resolve(config.engine)?;
+        let mut made = MadeFiles::default();
+        let mut files = Vec::new();
+        for path in &config.paths {
+            files.push(OpenFile::open(path, config, &mut made)?);
+        }
+        let (census, forgotten) = survey(&files, resolved)?;
+        let forgotten: Vec<Forgotten> =
+            forgotten.into_iter().filter(|entry| census.still_needs(entry)).collect();
+
+        let (alive, gone) = channel();
+        // Before what is shared, so that it is dropped after it and sees every thread go.
+        let mut tier = Self {
+            devices: Vec::new(),
+            control: Arc::new(Control::default()),
+            gone,
+            forgets: HashMap::new(),
+            ended: VecDeque::new(),
+            next: 0,
+            is_over: false,
+        };
+        let shared = Shared {
+            memory,
+            arenas: config.arena_bytes.clone().into(),
+            resolved,
+            write_bytes_in_flight_max: config.write_in_flight_bytes,
+            control: tier.control.clone(),
+            notify,
+            alive,
+        };
+        let mut infos = Vec::new();
+        for open in files {
+            let info = open.start(&shared, &forgotten, &mut tier.devices)?;
+            infos.push(info);
+        }
+        made.keep();
+        let counts = census.counts;
+        let highest_generation = census.highest_generation;
+        let mut pages = census.into_pages();
+        let orphans = drop_orphans(&mut pages);
+        let recovery =
+            Recovery { devices: infos, pages, highest_generation, forgotten, counts, orphans };
+        Ok((tier, recovery))
+    }
+
+    /// Orders a read.
+    ///
+    /// # Errors
+    ///
+    /// When the device's queue is full; the order was not taken.
+    pub fn submit_read(&mut self, order: ReadOrder) -> Result<(), QueueFull> {
+        let device = self.devices.get_mut(usize::from(order.slot.device));
+        match device.map_or(Err(Refusal::Off), |device| device.submit_read(order)) {
+            Ok(()) => Ok(()),
+            Err(Refusal::Full) => Err(QueueFull),
+            Err(Refusal::Off) => {
+                let fault = Some(IoFault::Off);
+                self.ended.push_back(SsdEnd::Read { ticket: order.ticket, fault });
+                Ok(())
+            }
+        }
+    }
+
+    /// Orders a write.
+    ///
+    /// # Errors
+    ///
+    /// When the device's queue is full; the order was not taken.
+    pub fn submit_write(&mut self, order: WriteOrder) -> Result<(), QueueFull> {
+        let device = self.devices.get_mut(usize::from(order.slot.device));
+        match device.map_or(Err(Refusal::Off), |device| device.submit_write(order)) {
+            Ok(()) => Ok(()),
+            Err(Refusal::Full) => Err(QueueFull),
+            Err(Refusal::Off) => {
+                let fault = Some(IoFault::Off);
+                self.ended.push_back(SsdEnd::Write { ticket: order.ticket, fault });
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives a region its slot length: durable before any later write into it begins. When it
+    /// cannot be made durable, those writes fail.
+    ///
+    /// # Errors
+    ///
+    /// When the device's queue is full.
+    pub fn record_region(
+        &mut self,
+        device: u16,
+        region: u32,
+        slot_bytes: u32,
+    ) -> Result<(), QueueFull> {
+        self.record(device, WriterCommand::Region { region, slot_bytes })
+    }
+
+    /// Records that a slot is not to be used again, soon.
+    ///
+    /// # Errors
+    ///
+    /// When the device's queue is full.
+    pub fn retire(&mut self, slot: Slot) -> Result<(), QueueFull> {
+        self.record(slot.device, WriterCommand::Retire { offset: slot.offset })
+    }
+
+    fn record(&mut self, device: u16, command: WriterCommand) -> Result<(), QueueFull> {
+        let device = self.devices.get_mut(usize::from(device));
+        match device.is_none_or(|device| device.record(command)) {
+            true => Ok(()),
+            false => Err(QueueFull),
+        }
+    }
+
+    /// Records on every device that pages of `namespace` with a generation below `generation` are
+    /// forgotten, and syncs it. Ends once, with [`SsdEnd::Forget`].
+    ///
+    /// # Errors
+    ///
+    /// When the queue of a device is full; then no device was told.
+    pub fn record_forget(
+        &mut self,
+        ticket: Ticket,
+        namespace: [u8; 32],
+        generation: u64,
+    ) -> Result<(), QueueFull> {
+        if !self.devices.iter().all(Device::has_room_for_forget) {
+            return Err(QueueFull);
+        }
+        for device in &mut self.devices {
+            device.record_forget(WriterCommand::Forget { ticket, namespace, generation });
+        }
+        self.forgets.insert(ticket, (self.devices.len(), None));
+        Ok(())
+    }
+
+    /// The next end, if any; round-robin over the devices.
+    pub fn poll(&mut self) -> Option<SsdEnd> {
+        if let Some(end) = self.ended.pop_front() {
+            return Some(end);
+        }
+        let mut idle = 0;
+        while idle < self.devices.len() {
+            self.next = (self.next + 1) % self.devices.len();
+            match self.devices.get_mut(self.next).and_then(Device::poll) {
+                None => idle += 1,
+                Some(SsdEnd::Forget { ticket, fault }) => {
+                    if let Some(end) = self.one_more_forgot(ticket, fault) {
+                        return Some(end);
+                    }
+                }
+                Some(end) => return Some(end),
+            }
+        }
+        None
+    }
+
+    fn one_more_forgot(&mut self, ticket: Ticket, fault: Option<IoFault>) -> Option<SsdEnd> {
+        let (left, first) = self.forgets.get_mut(&ticket)?;
+        *left -= 1;
+        *first = first.or(fault);
+        let (left, fault) = (*left, *first);
+        (left == 0).then(|| {
+            self.forgets.remove(&ticket);
+            SsdEnd::Forget { ticket, fault }
+        })
+    }
+
+    /// Every device, in configuration order.
+    pub fn status(&self) -> impl Iterator<Item = DeviceStatus> + '_ {
+        self.devices.iter().map(Device::status)
+    }
+
+    /// Does what is still ordered, for `timeout` at most, writes the superblocks and ends the
+    /// workers. Returns the ends that were not polled; every order has had one by then, unless the
+    /// kernel keeps I/O for longer than five seconds more.
+    pub fn stop(mut self, timeout: Duration) -> Vec<SsdEnd> {
+        self.control.drain(Instant::now() + timeout);
+        self.wait_for_workers(timeout + STUCK_IO_WAIT);
+        std::iter::from_fn(|| self.poll()).collect()
+    }
+
+    /// Should the kernel keep something for ever, the threads are left behind: they own all that
+    /// the kernel may touch.
+    fn wait_for_workers(&mut self, timeout: Duration) {
+        if std::mem::replace(&mut self.is_over, true) {
+            return;
+        }
+        for device in &self.devices {
+            device.wake();
+        }
+        if self.gone.recv_timeout(timeout) == Err(RecvTimeoutError::Timeout) {
+            tracing::error!("ssd I/O does not come back from the kernel; left behind");
+        }
+    }
+}
+
+impl Drop for SsdTier {
+    fn drop(&mut self) {
+        self.control.abort();
+        self.wait_for_workers(STUCK_IO_WAIT);
+    }
+}
+
+/// Files that a failing start removes again.
+#[derive(Default)]
+struct MadeFiles(Vec<PathBuf>);
+
+impl MadeFiles {
+    fn keep(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for MadeFiles {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// A claimed file and its state, before its workers.
+struct OpenFile {
+    file: Arc<SsdFile>,
+    state: Superblock,
+    changed: bool,
+}
+
+impl OpenFile {
+    fn open(path: &Path, config: &SsdConfig, made: &mut MadeFiles) -> Result<Self, SsdError> {
+        let is_new = !path.exists();
+        let mut file = SsdFile::open(path, Access::Tier { direct: config.direct })?;
+        if is_new {
+            made.0.push(path.to_owned());
+        }
+        let files = config.paths.len() as u64;
+        let want = config.capacity_bytes / files / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
+        // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
+        // that was cut off.
+        let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {
+            format(&file, want, config.slot_bytes_max)?
+        } else {
+            metadata::load(&file)?
+        };
+        let changed = fit(&mut state, want, path)?;
+        file.reserve(state.geometry.capacity_bytes)?;
+        Ok(Self { file: Arc::new(file), state, changed })
+    }
+
+    /// Brings the list of forgotten namespaces up to date and starts the workers.
+    fn start(
+        self,
+        shared: &Shared,
+        forgotten: &[Forgotten],
+        devices: &mut Vec<Device>,
+    ) -> Result<DeviceInfo, SsdError> {
+        let file = self.file;
+        let counters = Arc::new(DeviceCounters::default());
+        let mut metadata = Metadata::new(file.clone(), self.state, counters.clone());
+        if metadata.state().forgotten != forgotten {
+            metadata.change(|state| {
+                state.forgotten.clear();
+                for entry in forgotten {
+                    state.forget(entry.namespace, entry.generation);
+                }
+            });
+        }
+        if self.changed || metadata.is_dirty() {
+            metadata.write_synced()?;
+        }
+        let state = metadata.state().clone();
+        let device = Device::start(file.clone(), metadata, counters, shared)?;
+        let (read_mode, write_mode) = device.modes();
+        devices.push(device);
+        let length = |slot_bytes: u32| (slot_bytes != 0).then_some(slot_bytes);
+        Ok(DeviceInfo {
+            path: file.path().to_owned(),
+            geometry: state.geometry,
+            regions: state.regions.into_iter().map(length).collect(),
+            retired: state.retired,
+            direct: file.is_direct(),
+            preallocated: file.is_preallocated(),
+            read_mode,
+            write_mode,
+        })
+    }
+}
+
+/// Writes both superblocks of a new file. The space is reserved afterwards: a start that is cut
+/// off in between leaves a file that is ours.
+fn format(file: &SsdFile, want: u64, slot_bytes_max: u32) -> Result<Superblock, SsdError> {
+    let id = random_id()?;
+    let Some(mut state) = Superblock::new(id, want, slot_bytes_max) else {
+        return Err(SsdError::Capacity { path: file.path().to_owned(), want });
+    };
+    let mut table = Vec::new();
+    for copy in 0..SUPERBLOCK_COPIES {
+        state.sequence = copy.into();
+        let head = state.encode(&mut table);
+        file.write_blocks(&table, state.table_offset())?;
+        file.write_blocks(&[head], Superblock::head_offset(copy))?;
+    }
+    file.sync()?;
+    Ok(state)
+}
+
+/// Grows the file's state to `want` bytes; says whether it changed.
+fn fit(state: &mut Superblock, want: u64, path: &Path) -> Result<bool, SsdError> {
+    let have = state.geometry.capacity_bytes;
+    if want < have {
+        return Err(SsdError::Shrink { path: path.to_owned(), have, want });
+    }
+    if want > have && !state.grow(want) {
+        let max = state.capacity_bytes_max();
+        return Err(SsdError::GrowLimit { path: path.to_owned(), max, want });
+    }
+    Ok(want > have)
+}
+
+fn random_id() -> Result<FileId, SsdError> {
+    let mut id = [0; 16];
+    File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut id)).map_err(
+        |error| SsdError::System {
+            operation: "read of /dev/urandom",
+            errno: Errno::from_io_error(&error).unwrap_or(Errno::IO),
+        },
+    )?;
+    Ok(FileId(id))
+}
+
+/// The forgotten namespaces of all files: a file that was away while another forgot follows it.
+pub(crate) fn all_forgotten<'a>(states: impl Iterator<Item = &'a Superblock>) -> Vec<Forgotten> {
+    let mut all: Vec<Forgotten> = Vec::new();
+    for entry in states.flat_map(|state| &state.forgotten) {
+        match all.iter_mut().find(|known| known.namespace == entry.namespace) {
+            Some(known) => known.generation = known.generation.max(entry.generation),
+            None => all.push(*entry),
+        }
+    }
+    all
+}
+
+/// Reads the footers of all files.
+fn survey(files: &[OpenFile], resolved: Resolved) -> Result<(Census, Vec<Forgotten>), SsdError> {
+    let forgotten = all_forgotten(files.iter().map(|open| &open.state));
+    let mut census = Census::default();
+    for (device, open) in files.iter().enumerate() {
+        let mut engine = EngineSpec::for_scan(resolved, open.file.clone())?;
+        scan(&mut *engine, &open.state, device as u16, |slot, found| {
+            census.take(&open.state, &forgotten, slot, found);
+        });
+        let known = open.state.generation.max(open.state.generation_floor);
+        census.highest_generation = census.highest_generation.max(known);
+    }
+    for entry in &forgotten {
+        census.highest_generation = census.highest_generation.max(entry.generation);
+    }
+    Ok((census, forgotten))
+}

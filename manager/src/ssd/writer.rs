@@ -1,0 +1,303 @@
+//! The write side of a device: in order, few bytes in the kernel at a time, neighbours together.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ringbuf::HeapProd;
+use ringbuf::traits::Producer;
+
+use super::counters::DeviceCounters;
+use super::flight::{Flight, part_of};
+use super::format::{FOOTER_BYTES, Footer, padded};
+use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Transfer};
+use super::limit::ReadActivity;
+use super::metadata::{Metadata, fault_of};
+use super::order::{SsdEnd, WriteOrder, WriterCommand};
+use super::worker::Duty;
+use crate::core::IoFault;
+
+/// Chunks of writes in the kernel at most; the bytes are what really limits.
+pub(crate) const WRITE_DEPTH: u16 = 64;
+
+/// Turns write orders into chunks, and keeps the superblock.
+pub(crate) struct Writer {
+    flight: Flight<WriteOrder>,
+    backlog: VecDeque<WriterCommand>,
+    open: Option<OpenPage>,
+    together: Vec<u32>,
+    metadata: Metadata,
+    counters: Arc<DeviceCounters>,
+    activity: Arc<ReadActivity>,
+    bytes_in_flight_max: u64,
+    ends: HeapProd<SsdEnd>,
+    notify: Arc<dyn Fn() + Send + Sync>,
+    /// The last superblock write failed: not tried again until there is a new reason.
+    resting: bool,
+}
+
+/// What a writer needs beside its engine.
+pub(crate) struct WriterParts {
+    pub(crate) metadata: Metadata,
+    pub(crate) counters: Arc<DeviceCounters>,
+    pub(crate) activity: Arc<ReadActivity>,
+    pub(crate) bytes_in_flight_max: u64,
+    pub(crate) ends: HeapProd<SsdEnd>,
+    pub(crate) notify: Arc<dyn Fn() + Send + Sync>,
+}
+
+/// The page whose chunks are being sent; `sent` image bytes of it have been.
+#[derive(Clone, Copy)]
+struct OpenPage {
+    page: u32,
+    order: WriteOrder,
+    sent: u32,
+}
+
+impl Writer {
+    pub(crate) fn new(engine: Box<dyn Engine>, parts: WriterParts) -> Self {
+        Self {
+            flight: Flight::new(engine, Transfer::Write, parts.counters.clone()),
+            backlog: VecDeque::new(),
+            open: None,
+            together: Vec::new(),
+            metadata: parts.metadata,
+            counters: parts.counters,
+            activity: parts.activity,
+            bytes_in_flight_max: parts.bytes_in_flight_max,
+            ends: parts.ends,
+            notify: parts.notify,
+            resting: false,
+        }
+    }
+
+    fn is_sound(order: &WriteOrder) -> bool {
+        let image = padded(order.image.image_bytes.into());
+        order.image.image_bytes > 0
+            && u64::from(order.extent.bytes) >= image
+            && u64::from(order.slot.bytes) >= image + u64::from(FOOTER_BYTES)
+    }
+
+    /// Half of the limit: so that a second request can be in the kernel while one ends.
+    fn chunk_bytes_max(limit: u64) -> u32 {
+        let half = (limit / 2).clamp(u64::from(FOOTER_BYTES), u64::from(CHUNK_IMAGE_BYTES_MAX));
+        half as u32 / FOOTER_BYTES * FOOTER_BYTES
+    }
+
+    /// Sends the next chunk of a page whose image and footer travel apart. False when there is no
+    /// room for it.
+    fn send_next(&mut self, open: OpenPage, limit: u64) -> bool {
+        let OpenPage { page, order, sent } = open;
+        let image = padded_image(&order);
+        if !self.flight.has_failed(page) {
+            let bytes = Self::chunk_bytes_max(limit).min(image - sent);
+            if !self.flight.has_room(bytes, limit) {
+                return false;
+            }
+            if bytes > 0 {
+                let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
+                chunk.push(page, Part::Image(part_of(order.extent, sent, bytes)));
+                self.flight.send(chunk);
+                self.open = Some(OpenPage { sent: sent + bytes, ..open });
+                return true;
+            }
+            let footer_at = order.slot.offset + u64::from(order.slot.bytes - FOOTER_BYTES);
+            let mut chunk = self.flight.chunk(footer_at);
+            self.push_footer(&mut chunk, page, &order);
+            self.flight.send(chunk);
+        }
+        self.open = None;
+        self.flight.seal(page);
+        true
+    }
+
+    /// Sends a page whose footer lies right behind its image as one request, together with those
+    /// that follow it on the device and in the backlog.
+    fn send_together(&mut self, first: WriteOrder, limit: u64) {
+        let mut chunk = self.flight.chunk(first.slot.offset);
+        self.push_whole(&mut chunk, &first);
+        let mut last = first;
+        while let Some(WriterCommand::Write(next)) = self.backlog.front().copied()
+            && next.slot.offset == last.slot.offset + u64::from(last.slot.bytes)
+            && Self::is_sound(&next)
+            && is_compact(&next)
+        {
+            let total = chunk.image_bytes() + padded_image(&next);
+            if total > Self::chunk_bytes_max(limit)
+                || chunk.parts.len() + 2 > CHUNK_PARTS_MAX
+                || !self.flight.has_room(total, limit)
+                || self.metadata.admit(next.slot).is_err()
+            {
+                break;
+            }
+            self.backlog.pop_front();
+            self.push_whole(&mut chunk, &next);
+            last = next;
+        }
+        self.flight.send(chunk);
+        for page in self.together.drain(..) {
+            self.flight.seal(page);
+        }
+    }
+
+    fn push_whole(&mut self, chunk: &mut Chunk, order: &WriteOrder) {
+        let page = self.begin(order);
+        chunk.push(page, Part::Image(part_of(order.extent, 0, padded_image(order))));
+        self.push_footer(chunk, page, order);
+        self.together.push(page);
+    }
+
+    fn push_footer(&mut self, chunk: &mut Chunk, page: u32, order: &WriteOrder) {
+        let footer = Footer {
+            file: self.metadata.state().file,
+            slot_offset: order.slot.offset,
+            slot_bytes: order.slot.bytes,
+            image: order.image,
+        };
+        let mut block = self.flight.block();
+        footer.encode(&mut block);
+        chunk.push(page, Part::Block(block));
+    }
+
+    fn begin(&mut self, order: &WriteOrder) -> u32 {
+        self.metadata.saw_generation(order.image.generation);
+        self.flight.begin(*order)
+    }
+
+    /// Begins the write at the front of the backlog. False when there is no room for it.
+    fn start(&mut self, order: WriteOrder, limit: u64) -> bool {
+        if !Self::is_sound(&order) {
+            self.backlog.pop_front();
+            self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
+            return true;
+        }
+        let together = is_compact(&order) && u64::from(padded_image(&order)) <= limit;
+        if together && !self.flight.has_room(padded_image(&order), limit) {
+            return false;
+        }
+        self.backlog.pop_front();
+        if let Err(fault) = self.metadata.admit(order.slot) {
+            self.flight.refuse(order, fault);
+        } else if together {
+            self.send_together(order, limit);
+        } else {
+            let page = self.begin(&order);
+            self.open = Some(OpenPage { page, order, sent: 0 });
+        }
+        true
+    }
+
+    /// Everything behind a region or a forget waits for it, since this thread does.
+    fn keep(&mut self, command: WriterCommand) {
+        self.resting = false;
+        match command {
+            WriterCommand::Write(_) => {}
+            WriterCommand::Region { region, slot_bytes } => {
+                // Counted and logged there; the writes into the region report it.
+                let _ = self.metadata.record_region(region, slot_bytes);
+            }
+            WriterCommand::Retire { offset } => self.metadata.retire(offset),
+            WriterCommand::Forget { ticket, namespace, generation } => {
+                let recorded = self.metadata.record_forget(namespace, generation);
+                let fault = recorded.err().map(|error| fault_of(&error));
+                self.end(SsdEnd::Forget { ticket, fault });
+            }
+        }
+    }
+
+    fn end(&mut self, end: SsdEnd) {
+        let pushed = self.ends.try_push(end);
+        debug_assert!(pushed.is_ok(), "more orders out than the tier lets out");
+        (self.notify)();
+    }
+}
+
+impl Duty for Writer {
+    type Command = WriterCommand;
+
+    fn accept(&mut self, command: WriterCommand) {
+        self.backlog.push_back(command);
+    }
+
+    fn fill(&mut self) {
+        let limit = self.activity.write_bytes_max(self.bytes_in_flight_max);
+        self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
+        loop {
+            if let Some(open) = self.open {
+                if !self.send_next(open, limit) {
+                    break;
+                }
+                continue;
+            }
+            match self.backlog.front().copied() {
+                Some(WriterCommand::Write(order)) => {
+                    if !self.start(order, limit) {
+                        break;
+                    }
+                }
+                Some(command) => {
+                    self.backlog.pop_front();
+                    self.keep(command);
+                }
+                None => {
+                    // Nothing better to do: what is not urgent goes out now, so that a crash loses
+                    // little of it.
+                    if self.metadata.is_dirty() && !self.resting && self.flight.is_idle() {
+                        self.resting = self.metadata.write().is_err();
+                    }
+                    break;
+                }
+            }
+        }
+        self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+    }
+
+    fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
+        self.flight.wait(ready);
+        self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+    }
+
+    fn deliver(&mut self) {
+        while let Some((order, fault)) = self.flight.take_ended() {
+            self.counters.count_write(order.image.image_bytes, fault);
+            self.end(SsdEnd::Write { ticket: order.ticket, fault });
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.flight.is_idle() && self.backlog.is_empty() && self.open.is_none()
+    }
+
+    fn abandon(&mut self) {
+        if let Some(open) = self.open.take() {
+            self.flight.fail(open.page, IoFault::Off);
+            self.flight.seal(open.page);
+        }
+        while let Some(command) = self.backlog.pop_front() {
+            match command {
+                WriterCommand::Write(order) => self.flight.refuse(order, IoFault::Off),
+                WriterCommand::Forget { ticket, .. } => {
+                    self.end(SsdEnd::Forget { ticket, fault: Some(IoFault::Off) });
+                }
+                WriterCommand::Retire { offset } => self.metadata.retire(offset),
+                // A region without slots in use needs no record.
+                WriterCommand::Region { .. } => {}
+            }
+        }
+    }
+
+    fn finish(&mut self) {
+        // Also for the generation, which alone is no reason to write. A failure is logged there.
+        let _ = self.metadata.write_synced();
+    }
+}
+
+fn padded_image(order: &WriteOrder) -> u32 {
+    padded(order.image.image_bytes.into()) as u32
+}
+
+/// True when image and footer are one run of bytes that may go as one request.
+fn is_compact(order: &WriteOrder) -> bool {
+    let image = padded_image(order);
+    image <= CHUNK_IMAGE_BYTES_MAX && image + FOOTER_BYTES == order.slot.bytes
+}

@@ -1,0 +1,857 @@
+//! The SSD tier on real files: what was written is found again, and what is damaged is a miss.
+//!
+//! Every test runs on io_uring (where it is allowed) and on threads. A crash is a tier that is
+//! dropped without a stop: its workers write nothing more, as after SIGKILL.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use orbitkv_manager::core::{Extent, ImageIdentity, IoFault, Slot, Ticket};
+use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
+use orbitkv_manager::ssd::format::RegionGeometry;
+use orbitkv_manager::ssd::{
+    EngineChoice, EngineKind, Health, ReadOrder, RecoveredPage, Recovery, SlotCounts, SsdConfig,
+    SsdEnd, SsdError, SsdTier, WriteOrder, verify,
+};
+use orbitkv_shm_protocol::ids::PageHash;
+
+const MIB: u64 = 1 << 20;
+const KIB: u32 = 1 << 10;
+const NAMESPACE: [u8; 32] = [7; 32];
+
+fn engines() -> Vec<EngineChoice> {
+    vec![EngineChoice::Auto, EngineChoice::Blocking]
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn config(path: &Path, capacity_bytes: u64, engine: EngineChoice) -> SsdConfig {
+    SsdConfig {
+        paths: vec![path.to_owned()],
+        capacity_bytes,
+        direct: true,
+        engine,
+        write_in_flight_bytes: 2 * MIB,
+        slot_bytes_max: 0,
+        arena_bytes: Vec::new(),
+    }
+}
+
+/// A tier with a pool, and just enough of a core to give out slots and extents.
+struct Bench {
+    tier: SsdTier,
+    recovery: Recovery,
+    pool: Arc<DramPool>,
+    bell: Arc<(Mutex<u64>, Condvar)>,
+    regions: HashMap<u32, (u32, u32)>,
+    next_region: u32,
+    next_offset: u64,
+    next_ticket: u64,
+    generation: u64,
+}
+
+impl Bench {
+    fn open(config: &SsdConfig) -> Self {
+        Self::try_open(config).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn try_open(config: &SsdConfig) -> Result<Self, SsdError> {
+        let pool_config =
+            PoolConfig { bytes: 64 * MIB, huge_pages: HugePages::Prefer, prefault_threads: 1 };
+        let pool = Arc::new(DramPool::allocate(pool_config).unwrap());
+        let bell = Arc::new((Mutex::new(0), Condvar::new()));
+        let notify = {
+            let bell = bell.clone();
+            Arc::new(move || {
+                *bell.0.lock().unwrap() += 1;
+                bell.1.notify_one();
+            })
+        };
+        let config = SsdConfig { arena_bytes: pool.arena_bytes(), ..config.clone() };
+        let (tier, recovery) = SsdTier::open(&config, pool.clone(), notify)?;
+        let generation = recovery.highest_generation;
+        Ok(Self {
+            tier,
+            recovery,
+            pool,
+            bell,
+            regions: HashMap::new(),
+            next_region: 0,
+            next_offset: 0,
+            next_ticket: 1,
+            generation,
+        })
+    }
+
+    fn geometry(&self) -> RegionGeometry {
+        self.recovery.devices[0].geometry
+    }
+
+    fn ticket(&mut self) -> Ticket {
+        self.next_ticket += 1;
+        Ticket(self.next_ticket)
+    }
+
+    /// The next free slot for images of this length, in a region that is recorded when new.
+    fn slot(&mut self, image_bytes: u32) -> Slot {
+        let bytes = RegionGeometry::slot_bytes_for(image_bytes).unwrap();
+        let geometry = self.geometry();
+        let (region, used) = *self.regions.entry(bytes).or_insert((u32::MAX, 0));
+        let (region, used) = if region != u32::MAX && used < geometry.slots(region, bytes) {
+            (region, used)
+        } else {
+            let region = self.next_region;
+            assert!(geometry.slots(region, bytes) > 0, "the file is full");
+            self.next_region += 1;
+            self.tier.record_region(0, region, bytes).unwrap();
+            (region, 0)
+        };
+        self.regions.insert(bytes, (region, used + 1));
+        Slot { device: 0, offset: geometry.slot_offset(region, bytes, used), bytes }
+    }
+
+    fn extent(&mut self, image_bytes: u32) -> Extent {
+        let bytes = image_bytes.next_multiple_of(4096);
+        if self.next_offset + u64::from(bytes) > 64 * MIB {
+            self.next_offset = 0;
+        }
+        let offset = self.next_offset;
+        self.next_offset += u64::from(bytes);
+        Extent { arena: 0, offset, bytes }
+    }
+
+    /// Fills an extent with the page's bytes and orders the write.
+    fn write_at(
+        &mut self,
+        slot: Slot,
+        hash: PageHash,
+        image_bytes: u32,
+    ) -> (Ticket, ImageIdentity) {
+        let extent = self.extent(image_bytes);
+        self.generation += 1;
+        let content = content(hash, image_bytes);
+        assert!(self.pool.slice(extent).unwrap().fill_from(&content));
+        let image = ImageIdentity {
+            namespace: NAMESPACE,
+            hash,
+            parent: None,
+            image_bytes,
+            generation: self.generation,
+            checksum: checksum(&content),
+        };
+        let ticket = self.ticket();
+        self.tier.submit_write(WriteOrder { ticket, extent, slot, image }).unwrap();
+        (ticket, image)
+    }
+
+    fn write(&mut self, hash: PageHash, image_bytes: u32) -> RecoveredPage {
+        let slot = self.slot(image_bytes);
+        let (ticket, image) = self.write_at(slot, hash, image_bytes);
+        assert_eq!(self.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        RecoveredPage { slot, image }
+    }
+
+    fn order_read(&mut self, page: &RecoveredPage) -> (Ticket, Extent) {
+        let extent = self.extent(page.image.image_bytes);
+        let ticket = self.ticket();
+        self.tier
+            .submit_read(ReadOrder {
+                ticket,
+                slot: page.slot,
+                extent,
+                image_bytes: page.image.image_bytes,
+                checksum: page.image.checksum,
+            })
+            .unwrap();
+        (ticket, extent)
+    }
+
+    /// Reads a page and compares every byte.
+    fn read(&mut self, page: &RecoveredPage) -> Option<IoFault> {
+        let (ticket, extent) = self.order_read(page);
+        let SsdEnd::Read { ticket: ended, fault } = self.end_of(ticket) else { panic!() };
+        assert_eq!(ended, ticket);
+        if fault.is_none() {
+            let bytes = self.pool.slice(extent).unwrap().to_vec();
+            let expected = content(page.image.hash, page.image.image_bytes);
+            assert!(bytes[..expected.len()] == expected, "wrong bytes for {:?}", page.image.hash);
+        }
+        fault
+    }
+
+    /// The next end; sleeps on the bell, which must ring for it.
+    fn end(&mut self) -> SsdEnd {
+        loop {
+            let heard = *self.bell.0.lock().unwrap();
+            if let Some(end) = self.tier.poll() {
+                return end;
+            }
+            let mut rung = self.bell.0.lock().unwrap();
+            while *rung == heard {
+                rung = self.bell.1.wait(rung).unwrap();
+            }
+        }
+    }
+
+    fn end_of(&mut self, ticket: Ticket) -> SsdEnd {
+        let end = self.end();
+        let (SsdEnd::Read { ticket: ended, .. }
+        | SsdEnd::Write { ticket: ended, .. }
+        | SsdEnd::Forget { ticket: ended, .. }) = end;
+        assert_eq!(ended, ticket);
+        end
+    }
+
+    fn forget(&mut self, namespace: [u8; 32], generation: u64) {
+        let ticket = self.ticket();
+        self.tier.record_forget(ticket, namespace, generation).unwrap();
+        assert_eq!(self.end_of(ticket), SsdEnd::Forget { ticket, fault: None });
+    }
+
+    fn page(&self, hash: PageHash) -> Option<RecoveredPage> {
+        self.recovery.pages.iter().find(|page| page.image.hash == hash).copied()
+    }
+}
+
+fn hash(number: u64) -> PageHash {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&number.to_le_bytes());
+    hash[31] = 0xA5;
+    PageHash(hash)
+}
+
+/// Bytes that only this page has.
+fn content(hash: PageHash, bytes: u32) -> Vec<u8> {
+    let mut state = u64::from_le_bytes(hash.0[..8].try_into().unwrap()).wrapping_mul(0x9E37) | 1;
+    let mut content = Vec::with_capacity(bytes as usize);
+    while content.len() < bytes as usize {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        content.extend_from_slice(&state.to_le_bytes());
+    }
+    content.truncate(bytes as usize);
+    content
+}
+
+fn checksum(bytes: &[u8]) -> u64 {
+    twox_hash::XxHash3_64::oneshot(bytes)
+}
+
+fn flip(path: &Path, offset: u64) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], offset).unwrap();
+    file.sync_all().unwrap();
+}
+
+fn check(path: &Path) -> SlotCounts {
+    verify(&[path.to_owned()], |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn pages_of_all_lengths_side_by_side_come_back_whole() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let mut bench = Bench::open(&config(&path, 400 * MIB, engine));
+        let lengths = [4 * KIB, 128 * KIB, 9 * 1024 * KIB, 5000, 1024 * KIB, 64 * KIB + 1];
+        let mut pages = Vec::new();
+        for round in 0..4 {
+            // Ordered together, so that neighbours can travel together.
+            let mut out = HashMap::new();
+            for (index, image_bytes) in lengths.into_iter().enumerate() {
+                let count = if image_bytes > MIB as u32 { 1 } else { 5 };
+                for number in 0..count {
+                    let hash = hash(round * 1000 + index as u64 * 100 + number);
+                    let slot = bench.slot(image_bytes);
+                    let (ticket, image) = bench.write_at(slot, hash, image_bytes);
+                    out.insert(ticket, RecoveredPage { slot, image });
+                }
+            }
+            while !out.is_empty() {
+                let SsdEnd::Write { ticket, fault } = bench.end() else { panic!() };
+                assert_eq!(fault, None);
+                pages.push(out.remove(&ticket).expect("each ends once"));
+            }
+        }
+        assert_eq!(bench.tier.poll(), None);
+
+        for chunk in pages.chunks(4) {
+            let mut out = HashMap::new();
+            for page in chunk {
+                let (ticket, extent) = bench.order_read(page);
+                out.insert(ticket, (page, extent));
+            }
+            while !out.is_empty() {
+                let SsdEnd::Read { ticket, fault } = bench.end() else { panic!() };
+                assert_eq!(fault, None);
+                let (page, extent) = out.remove(&ticket).expect("each ends once");
+                let bytes = bench.pool.slice(extent).unwrap().to_vec();
+                let expected = content(page.image.hash, page.image.image_bytes);
+                assert!(bytes[..expected.len()] == expected);
+            }
+        }
+        let counters = bench.tier.status().next().unwrap().counters;
+        let image_bytes: u64 = pages.iter().map(|page| u64::from(page.image.image_bytes)).sum();
+        assert_eq!(counters.written_pages, pages.len() as u64);
+        assert_eq!((counters.written_bytes, counters.read_bytes), (image_bytes, image_bytes));
+        assert_eq!((counters.reading, counters.writing, counters.write_inflight_bytes), (0, 0, 0));
+        assert!(bench.tier.stop(Duration::from_secs(30)).is_empty());
+        let counts = check(&path);
+        assert_eq!((counts.valid, counts.torn, counts.stale), (pages.len() as u64, 0, 0));
+        assert_eq!(counts.slots, counts.valid + counts.empty);
+    }
+}
+
+#[test]
+fn after_a_crash_every_completed_write_is_found_with_its_identity() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let config = config(&path, 300 * MIB, engine);
+        let mut bench = Bench::open(&config);
+        assert_eq!(bench.recovery.pages, []);
+        let mut written = Vec::new();
+        for number in 0..60 {
+            let image_bytes = [4 * KIB, 128 * KIB, 2048 * KIB][number as usize % 3];
+            written.push(bench.write(hash(number), image_bytes));
+        }
+        drop(bench.tier);
+
+        let mut again = Bench::open(&config);
+        let mut found = again.recovery.pages.clone();
+        let by_place = |page: &RecoveredPage| page.slot.offset;
+        found.sort_by_key(by_place);
+        written.sort_by_key(by_place);
+        assert_eq!(found, written);
+        let highest = written.iter().map(|page| page.image.generation).max().unwrap();
+        assert_eq!(again.recovery.highest_generation, highest);
+        assert_eq!(again.recovery.counts.valid, 60);
+        for page in &written {
+            assert_eq!(again.read(page), None);
+        }
+    }
+}
+
+#[test]
+fn a_crash_in_the_middle_of_writes_loses_no_more_than_those() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let config = config(&path, 300 * MIB, engine);
+        let mut bench = Bench::open(&config);
+        let safe: Vec<RecoveredPage> =
+            (0..20).map(|number| bench.write(hash(number), 128 * KIB)).collect();
+        for number in 100..130 {
+            let slot = bench.slot(1024 * KIB);
+            bench.write_at(slot, hash(number), 1024 * KIB);
+        }
+        drop(bench.tier);
+
+        let mut again = Bench::open(&config);
+        for page in &safe {
+            assert_eq!(again.read(page), None);
+        }
+        for page in again.recovery.pages.clone() {
+            // Torn ones may be among them; then the checksum says so.
+            let fault = again.read(&page);
+            assert!(fault.is_none() || fault == Some(IoFault::Checksum), "{fault:?}");
+        }
+        drop(again.tier);
+        let counts = check(&path);
+        assert!(counts.valid >= 20);
+        assert_eq!(counts.slots, counts.valid + counts.torn + counts.stale + counts.empty);
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_an_image_is_a_checksum_fault_and_torn_for_verify() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let config = config(&path, 200 * MIB, engine);
+        let mut bench = Bench::open(&config);
+        let pages: Vec<RecoveredPage> =
+            (0..3).map(|number| bench.write(hash(number), 2048 * KIB)).collect();
+        drop(bench.tier);
+        flip(&path, pages[1].slot.offset + 1_500_000);
+
+        let mut again = Bench::open(&config);
+        assert_eq!(again.read(&pages[0]), None);
+        assert_eq!(again.read(&pages[1]), Some(IoFault::Checksum));
+        assert_eq!(again.read(&pages[2]), None);
+        let status = again.tier.status().next().unwrap();
+        assert_eq!(status.counters.read_faults[IoFault::Checksum.index()], 1);
+        assert_eq!(status.health, Health::Healthy, "damage is no reason to leave a device");
+        drop(again.tier);
+        let counts = check(&path);
+        assert_eq!((counts.valid, counts.torn), (2, 1));
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_footer_is_a_miss() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    let pages: Vec<RecoveredPage> =
+        (0..3).map(|number| bench.write(hash(number), 64 * KIB)).collect();
+    drop(bench.tier);
+    flip(&path, pages[1].slot.offset + u64::from(pages[1].slot.bytes) - 4096 + 100);
+    let again = Bench::open(&config);
+    assert!(again.page(hash(1)).is_none());
+    assert_eq!((again.recovery.counts.valid, again.recovery.counts.torn), (2, 1));
+}
+
+#[test]
+fn a_file_cut_under_a_running_tier_is_short_not_stale_bytes() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let mut bench = Bench::open(&config(&path, 200 * MIB, engine));
+        let first = bench.write(hash(1), 3072 * KIB);
+        let second = bench.write(hash(2), 3072 * KIB);
+        let cut = second.slot.offset + 4096;
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(cut).unwrap();
+        assert_eq!(bench.read(&first), None);
+        assert_eq!(bench.read(&second), Some(IoFault::Short));
+        assert!(bench.tier.status().next().unwrap().counters.short_transfers >= 1);
+    }
+}
+
+/// Goal: a slot that was being reused at the crash is never served with mixed bytes. Method: put
+/// half of a new image in front of the old footer, then the new footer behind half of the image.
+#[test]
+fn a_torn_slot_is_a_miss_whichever_part_is_new() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    let old = bench.write(hash(1), 2048 * KIB);
+    let other = bench.write(hash(2), 2048 * KIB);
+    drop(bench.tier);
+    let half = content(hash(3), 2048 * KIB);
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(&half[..1 << 20], old.slot.offset).unwrap();
+    file.sync_all().unwrap();
+
+    let mut again = Bench::open(&config);
+    assert_eq!(again.page(hash(1)), Some(old), "start-up reads footers only");
+    assert_eq!(again.read(&old), Some(IoFault::Checksum));
+    // The same slot anew: footer and image belong together again.
+    let (ticket, image) = again.write_at(old.slot, hash(4), 2048 * KIB);
+    assert_eq!(again.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+    drop(again.tier);
+    // New footer, old second half.
+    file.write_all_at(&half[1 << 20..], old.slot.offset + MIB).unwrap();
+    file.sync_all().unwrap();
+    let mut third = Bench::open(&config);
+    let torn = RecoveredPage { slot: old.slot, image };
+    assert_eq!(third.page(hash(4)), Some(torn));
+    assert_eq!(third.page(hash(1)), None);
+    assert_eq!(third.read(&torn), Some(IoFault::Checksum));
+    assert_eq!(third.read(&other), None);
+}
+
+#[test]
+fn the_highest_generation_of_a_page_wins() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    bench.write(hash(1), 64 * KIB);
+    bench.write(hash(1), 64 * KIB);
+    let newest = bench.write(hash(1), 128 * KIB);
+    drop(bench.tier);
+    let again = Bench::open(&config);
+    assert_eq!(again.recovery.pages, [newest]);
+    assert_eq!((again.recovery.counts.valid, again.recovery.counts.stale), (1, 2));
+}
+
+#[test]
+fn retired_slots_stay_retired() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    let bad = bench.write(hash(1), 64 * KIB);
+    let good = bench.write(hash(2), 64 * KIB);
+    bench.tier.retire(bad.slot).unwrap();
+    bench.tier.stop(Duration::from_secs(30));
+    for _ in 0..2 {
+        let again = Bench::open(&config);
+        assert_eq!(again.recovery.devices[0].retired, [bad.slot.offset]);
+        assert_eq!(again.recovery.pages, [good]);
+        assert_eq!(again.recovery.highest_generation, 2, "its generation is not used again");
+        again.tier.stop(Duration::from_secs(30));
+    }
+    assert_eq!(check(&path).stale, 1);
+}
+
+#[test]
+fn a_retired_slot_is_recorded_without_a_stop_once_the_writer_rests() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    let bad = bench.write(hash(1), 64 * KIB);
+    let before = bench.tier.status().next().unwrap().counters.superblock_writes;
+    bench.tier.retire(bad.slot).unwrap();
+    while bench.tier.status().next().unwrap().counters.superblock_writes == before {
+        std::thread::yield_now();
+    }
+    drop(bench.tier);
+    assert_eq!(Bench::open(&config).recovery.devices[0].retired, [bad.slot.offset]);
+}
+
+#[test]
+fn forgotten_namespaces_stay_forgotten_until_no_slot_needs_the_entry() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let config = config(&path, 200 * MIB, engine);
+        let mut bench = Bench::open(&config);
+        let old = bench.write(hash(1), 64 * KIB);
+        let mark = bench.generation + 1;
+        bench.forget(NAMESPACE, mark);
+        let young = bench.write(hash(2), 64 * KIB);
+        assert_eq!(young.image.generation, mark, "the first that is not forgotten");
+        drop(bench.tier);
+
+        let mut again = Bench::open(&config);
+        assert_eq!(again.recovery.pages, [young]);
+        assert_eq!(again.recovery.forgotten.len(), 1);
+        assert!(again.recovery.highest_generation >= mark);
+        // The old slot is used anew: nothing needs the entry any more.
+        let (ticket, _) = again.write_at(old.slot, hash(3), 64 * KIB);
+        assert_eq!(again.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        drop(again.tier);
+        let third = Bench::open(&config);
+        assert_eq!(third.recovery.forgotten, []);
+        assert_eq!(third.recovery.pages.len(), 2);
+        drop(third.tier);
+        assert_eq!(Bench::open(&config).recovery.forgotten, [], "and it is gone from the file");
+    }
+}
+
+#[test]
+fn a_forgotten_namespace_survives_the_loss_of_either_superblock() {
+    for copy in 0..2 {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let config = config(&path, 200 * MIB, EngineChoice::Auto);
+        let mut bench = Bench::open(&config);
+        bench.write(hash(1), 64 * KIB);
+        let mark = bench.generation + 1;
+        bench.forget(NAMESPACE, mark);
+        drop(bench.tier);
+        flip(&path, copy * 4096 + 50);
+        assert_eq!(Bench::open(&config).recovery.pages, [], "copy {copy}");
+    }
+}
+
+#[test]
+fn pages_whose_ancestor_is_gone_are_dropped_and_parents_come_first() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    // Two chains of four; written leaf first, so that the order on SSD is not the order of chains.
+    let mut chain = |base: u64| -> Vec<RecoveredPage> {
+        (0..4)
+            .rev()
+            .map(|level| {
+                let slot = bench.slot(16 * KIB);
+                let extent = bench.extent(16 * KIB);
+                let content = content(hash(base + level), 16 * KIB);
+                assert!(bench.pool.slice(extent).unwrap().fill_from(&content));
+                bench.generation += 1;
+                let image = ImageIdentity {
+                    namespace: NAMESPACE,
+                    hash: hash(base + level),
+                    parent: (level > 0).then(|| hash(base + level - 1)),
+                    image_bytes: 16 * KIB,
+                    generation: bench.generation,
+                    checksum: checksum(&content),
+                };
+                let ticket = bench.ticket();
+                bench.tier.submit_write(WriteOrder { ticket, extent, slot, image }).unwrap();
+                assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+                RecoveredPage { slot, image }
+            })
+            .collect()
+    };
+    let whole = chain(10);
+    let holed = chain(20);
+    drop(bench.tier);
+    // The page at level 1 of the second chain is torn.
+    let hole = holed[2].slot;
+    flip(&path, hole.offset + u64::from(hole.bytes) - 4096);
+
+    let again = Bench::open(&config);
+    let hashes: Vec<PageHash> = again.recovery.pages.iter().map(|page| page.image.hash).collect();
+    assert_eq!(again.recovery.orphans, 2);
+    let mut expected: Vec<PageHash> = whole.iter().map(|page| page.image.hash).collect();
+    expected.push(hash(20));
+    assert_eq!(hashes.len(), expected.len());
+    assert!(expected.iter().all(|hash| hashes.contains(hash)));
+    for (index, page) in again.recovery.pages.iter().enumerate() {
+        if let Some(parent) = page.image.parent {
+            assert!(hashes[..index].contains(&parent), "a parent comes before its child");
+        }
+    }
+}
+
+#[test]
+fn a_write_into_a_region_that_was_never_recorded_is_refused() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 200 * MIB, EngineChoice::Auto);
+    let mut bench = Bench::open(&config);
+    let recorded = bench.slot(64 * KIB);
+    let geometry = bench.geometry();
+    for slot in [
+        Slot { offset: geometry.region_offset(1), ..recorded },
+        Slot { offset: recorded.offset + 4096, ..recorded },
+        Slot { offset: geometry.capacity_bytes, ..recorded },
+        Slot { offset: 0, ..recorded },
+    ] {
+        let (ticket, _) = bench.write_at(slot, hash(1), 64 * KIB);
+        let fault = Some(IoFault::Errno(22));
+        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault });
+    }
+    bench.tier.stop(Duration::from_secs(30));
+    assert_eq!(check(&path).valid, 0);
+}
+
+#[test]
+fn a_file_grows_keeps_its_pages_and_never_shrinks() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let mut bench = Bench::open(&config(&path, 100 * MIB, EngineChoice::Auto));
+    let page = bench.write(hash(1), 2048 * KIB);
+    drop(bench.tier);
+    match Bench::try_open(&config(&path, 90 * MIB, EngineChoice::Auto)) {
+        Err(SsdError::Shrink { have, want, .. }) => {
+            assert_eq!((have, want), (100 * MIB, 90 * MIB));
+        }
+        other => panic!("{:?}", other.err()),
+    }
+    let mut grown = Bench::open(&config(&path, 300 * MIB, EngineChoice::Auto));
+    assert_eq!(path.metadata().unwrap().len(), 300 * MIB);
+    assert_eq!(grown.recovery.pages, [page]);
+    assert_eq!(grown.read(&page), None);
+    let geometry = grown.geometry();
+    assert_eq!(geometry.regions(), 5);
+    // The new end of the file is usable.
+    grown.next_region = geometry.regions() - 1;
+    let last = grown.write(hash(2), 1024 * KIB);
+    drop(grown.tier);
+    let again = Bench::open(&config(&path, 300 * MIB, EngineChoice::Auto));
+    assert_eq!(again.recovery.pages, [page, last]);
+    assert!(matches!(
+        Bench::try_open(&config(&path, 1 << 60, EngineChoice::Auto)).map(drop),
+        Err(SsdError::Locked { .. })
+    ));
+    drop(again.tier);
+    assert!(matches!(
+        Bench::try_open(&config(&path, 1 << 60, EngineChoice::Auto)).map(drop),
+        Err(SsdError::GrowLimit { .. })
+    ));
+}
+
+#[test]
+fn files_of_others_are_refused_and_not_touched() {
+    let folder = folder();
+    let path = folder.path().join("theirs");
+    let contents: Vec<u8> = (0..3_000_000_u32).map(|i| (i % 251) as u8).collect();
+    for contents in [&contents[..], &contents[..100], &[0; 2 << 20]] {
+        std::fs::write(&path, contents).unwrap();
+        let error = Bench::try_open(&config(&path, 100 * MIB, EngineChoice::Auto)).err().unwrap();
+        assert!(matches!(error, SsdError::NotOurs { .. }), "{error}");
+        assert!(error.is_not_ours() && error.to_string().contains("theirs"));
+        assert!(std::fs::read(&path).unwrap() == contents, "not a byte has changed");
+        let error = verify(std::slice::from_ref(&path), |_, _| {}).unwrap_err();
+        assert!(error.is_not_ours(), "{error}");
+    }
+}
+
+#[test]
+fn a_damaged_or_foreign_version_of_ours_is_told_apart() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 100 * MIB, EngineChoice::Auto);
+    drop(Bench::open(&config).tier);
+    flip(&path, 60);
+    drop(Bench::open(&config).tier);
+    flip(&path, 4096 + 60);
+    let error = Bench::try_open(&config).err().unwrap();
+    assert!(matches!(error, SsdError::Damaged { .. }), "{error}");
+}
+
+#[test]
+fn a_start_that_was_cut_off_is_taken_up_again() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let config = config(&path, 100 * MIB, EngineChoice::Auto);
+    for length in [0, 4096, 12_288] {
+        File::create(&path).unwrap().set_len(length).unwrap();
+        let mut bench = Bench::open(&config);
+        bench.write(hash(1), 64 * KIB);
+        drop(bench.tier);
+        assert_eq!(path.metadata().unwrap().len(), 100 * MIB);
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
+#[test]
+fn a_failing_start_leaves_no_file_behind() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let too_small = Bench::try_open(&config(&path, MIB, EngineChoice::Auto)).err().unwrap();
+    assert!(matches!(too_small, SsdError::Capacity { .. }), "{too_small}");
+    assert!(!path.exists());
+    let too_large = Bench::try_open(&config(&path, 32 << 40, EngineChoice::Auto)).err().unwrap();
+    match too_large {
+        SsdError::NoSpace { want, free, .. } => assert!(free < want),
+        // ext4 with 4 KiB blocks ends at 16 TiB.
+        other => panic!("{other}"),
+    }
+    assert!(!path.exists());
+}
+
+#[test]
+fn one_file_has_one_holder_whatever_it_is_called() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let bench = Bench::open(&config(&path, 100 * MIB, EngineChoice::Auto));
+    let link = folder.path().join("symbolic");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let hard = folder.path().join("hard");
+    std::fs::hard_link(&path, &hard).unwrap();
+    for alias in [&path, &link, &hard] {
+        let error = Bench::try_open(&config(alias, 100 * MIB, EngineChoice::Auto)).err().unwrap();
+        assert!(matches!(error, SsdError::Locked { .. }), "{error}");
+        let error = verify(std::slice::from_ref(alias), |_, _| {}).unwrap_err();
+        assert!(matches!(error, SsdError::Locked { .. }) && !error.is_not_ours(), "{error}");
+    }
+    drop(bench.tier);
+    drop(Bench::open(&config(&link, 100 * MIB, EngineChoice::Auto)).tier);
+}
+
+#[test]
+fn several_files_share_the_capacity_and_a_forget() {
+    let folder = folder();
+    let paths: Vec<PathBuf> = ["a", "b"].iter().map(|name| folder.path().join(name)).collect();
+    let config =
+        SsdConfig { paths: paths.clone(), ..config(&paths[0], 200 * MIB, EngineChoice::Auto) };
+    let mut bench = Bench::open(&config);
+    assert_eq!(paths[1].metadata().unwrap().len(), 100 * MIB);
+    let slot = bench.slot(64 * KIB);
+    bench.tier.record_region(1, 0, slot.bytes).unwrap();
+    for device in 0..2 {
+        let slot = Slot { device, ..slot };
+        let (ticket, _) = bench.write_at(slot, hash(device.into()), 64 * KIB);
+        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+    }
+    drop(bench.tier);
+    let mut again = Bench::open(&config);
+    assert_eq!(again.recovery.pages.len(), 2);
+    for page in again.recovery.pages.clone() {
+        assert_eq!(again.read(&page), None);
+    }
+    let mark = again.generation + 1;
+    again.forget(NAMESPACE, mark);
+    drop(again.tier);
+    for path in &paths {
+        assert_eq!(check(path).stale, 1, "{}", path.display());
+    }
+    let twice = SsdConfig { paths: vec![paths[0].clone(), paths[0].clone()], ..config };
+    assert!(matches!(Bench::try_open(&twice).map(drop), Err(SsdError::Locked { .. })));
+}
+
+#[test]
+fn a_stop_does_what_was_ordered_and_a_stop_without_time_ends_it_all_the_same() {
+    for engine in engines() {
+        let folder = folder();
+        let path = folder.path().join("tier");
+        let config = config(&path, 300 * MIB, engine);
+        let mut bench = Bench::open(&config);
+        for number in 0..40 {
+            let slot = bench.slot(1024 * KIB);
+            bench.write_at(slot, hash(number), 1024 * KIB);
+        }
+        let ends = bench.tier.stop(Duration::from_secs(60));
+        assert_eq!(ends.len(), 40);
+        assert!(ends.iter().all(|end| matches!(end, SsdEnd::Write { fault: None, .. })));
+
+        let mut again = Bench::open(&config);
+        assert_eq!(again.recovery.pages.len(), 40);
+        let pages = again.recovery.pages.clone();
+        for page in &pages {
+            again.order_read(page);
+        }
+        let ends = again.tier.stop(Duration::ZERO);
+        assert_eq!(ends.len(), 40, "every order ends");
+        for end in ends {
+            let SsdEnd::Read { fault, .. } = end else { panic!("{end:?}") };
+            assert!(fault.is_none() || fault == Some(IoFault::Off), "{fault:?}");
+        }
+    }
+}
+
+#[test]
+fn a_device_that_fails_is_left_alone_and_comes_back() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let mut bench = Bench::open(&config(&path, 200 * MIB, EngineChoice::Auto));
+    let page = bench.write(hash(1), 64 * KIB);
+    let length = path.metadata().unwrap().len();
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(page.slot.offset).unwrap();
+    let mut failures = 0;
+    loop {
+        match bench.read(&page) {
+            Some(IoFault::Short) => failures += 1,
+            Some(IoFault::Off) => break,
+            other => panic!("nothing is there: {other:?}"),
+        }
+    }
+    assert!(failures >= 8, "{failures} failures are no reason");
+    assert_eq!(bench.tier.status().next().unwrap().health, Health::WriteOnly);
+    // It heals. Zeros are there now, not the page, which is no fault of the device.
+    file.set_len(length).unwrap();
+    let healed = loop {
+        match bench.read(&page) {
+            Some(IoFault::Off) => std::thread::sleep(Duration::from_millis(50)),
+            other => break other,
+        }
+    };
+    assert_eq!(healed, Some(IoFault::Checksum));
+    assert_eq!(bench.tier.status().next().unwrap().health, Health::Healthy);
+}
+
+#[test]
+fn the_engine_that_runs_is_reported() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let bench = Bench::open(&config(&path, 100 * MIB, EngineChoice::Blocking));
+    let device = &bench.recovery.devices[0];
+    assert_eq!(device.read_mode.kind, EngineKind::Blocking(8));
+    assert_eq!((device.read_mode.label(), device.direct), ("blocking", true));
+    drop(bench.tier);
+    let buffered = SsdConfig { direct: false, ..config(&path, 100 * MIB, EngineChoice::Auto) };
+    let mut bench = Bench::open(&buffered);
+    assert!(!bench.recovery.devices[0].direct);
+    let page = bench.write(hash(1), 9 * 1024 * KIB);
+    assert_eq!(bench.read(&page), None);
+}
