@@ -9,7 +9,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
 use crate::exit::{Exit, ToolError};
-use crate::{demo, evict, inspect, replay, simulate};
+use crate::{demo, evict, inspect, replay, simulate, verify};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -39,6 +39,8 @@ enum Verb {
     Inspect(inspect::InspectArgs),
     /// Wait until everything is written, then drop what nobody holds from a tier
     Evict(evict::EvictArgs),
+    /// Check every image of a stopped Manager's SSD tier
+    Verify(verify::VerifyArgs),
     /// One engine of a replay
     #[command(hide = true)]
     ReplayEngine,
@@ -72,6 +74,7 @@ fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
         Verb::Simulate(args) => simulate::run(args),
         Verb::Inspect(args) => inspect::run(&args),
         Verb::Evict(args) => evict::run(&args),
+        Verb::Verify(args) => verify::run(args),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
     }
 }

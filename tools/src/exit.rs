@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use orbitkv_manager::ssd::SsdError;
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
 
 use crate::trace::TraceError;
@@ -121,6 +122,9 @@ pub(crate) enum ToolError {
         /// Its own words.
         message: Box<str>,
     },
+    /// The files of an SSD tier cannot be checked.
+    #[error(transparent)]
+    Ssd(#[from] SsdError),
     /// The Manager's state cannot be read.
     #[error(transparent)]
     Inspect(#[from] orbitkv_shm_protocol::inspect::InspectError),
@@ -131,7 +135,9 @@ impl ToolError {
     pub(crate) fn exit(&self) -> Exit {
         match self {
             Self::Trace(error) if error.is_content() => Exit::Usage,
+            Self::Ssd(error) if error.is_not_ours() => Exit::Usage,
             Self::Trace(_)
+            | Self::Ssd(_)
             | Self::Output { .. }
             | Self::System { .. }
             | Self::NoDisk { .. }

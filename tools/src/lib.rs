@@ -16,4 +16,5 @@ mod signal;
 pub mod simulate;
 mod table;
 pub mod trace;
+mod verify;
 pub mod workload;

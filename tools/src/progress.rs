@@ -8,53 +8,44 @@ use indicatif::{ProgressBar, ProgressStyle};
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// What is shown.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct State {
-    /// Requests that ended.
-    pub(crate) requests: u64,
-    /// Pages that were compared.
-    pub(crate) verified: u64,
-    /// Hit pages in percent of all.
-    pub(crate) hit_percent: u64,
-    /// Wrong pages.
-    pub(crate) mismatches: u64,
+    /// Things that are done.
+    pub(crate) done: u64,
+    /// What else is to be said.
+    pub(crate) note: String,
 }
 
 /// Writes to standard error, so that standard output holds only results.
 pub(crate) struct Progress {
     bar: Option<ProgressBar>,
+    things: &'static str,
     total: u64,
     last_line: Instant,
 }
 
 impl Progress {
-    /// A run of `total` requests.
-    pub(crate) fn new(total: u64) -> Self {
+    /// A run over `total` things.
+    pub(crate) fn new(things: &'static str, total: u64) -> Self {
         let bar = stderr().is_terminal().then(|| {
-            let bar = ProgressBar::new(total);
+            let bar = ProgressBar::new(total).with_prefix(things);
             let style = ProgressStyle::with_template(
-                "{bar:32} {pos}/{len} requests  {msg}  {elapsed} (about {eta} left)",
+                "{bar:32} {pos}/{len} {prefix}  {elapsed} (about {eta} left)  {msg}",
             );
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Self { bar, total, last_line: Instant::now() }
+        Self { bar, things, total, last_line: Instant::now() }
     }
 
     /// Shows a new state.
     pub(crate) fn advance(&mut self, state: &State) {
-        let text = || {
-            format!(
-                "{} pages compared, {} % hit, {} wrong",
-                state.verified, state.hit_percent, state.mismatches
-            )
-        };
         if let Some(bar) = &self.bar {
-            bar.set_position(state.requests);
-            bar.set_message(text());
+            bar.set_position(state.done);
+            bar.set_message(state.note.clone());
         } else if self.last_line.elapsed() >= LINE_EVERY {
             self.last_line = Instant::now();
-            eprintln!("{}/{} requests, {}", state.requests, self.total, text());
+            eprintln!("{}/{} {}  {}", state.done, self.total, self.things, state.note);
         }
     }
 

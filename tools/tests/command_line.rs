@@ -85,6 +85,19 @@ fn what_only_the_system_knows_is_3() {
 }
 
 #[test]
+fn verify_tells_a_foreign_file_from_a_missing_one() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = folder.path().join("notes.txt");
+    fs::write(&file, "not ours\n".repeat(10_000)).unwrap();
+    let file = file.to_str().unwrap();
+    refused(&["verify", "--ssd", file], 2, &[file]);
+    assert_eq!(fs::read(file).unwrap().len(), 90_000);
+    let missing = folder.path().join("none").join("x");
+    refused(&["verify", "--ssd", missing.to_str().unwrap()], 3, &[missing.to_str().unwrap()]);
+    refused(&["verify"], 2, &["--ssd"]);
+}
+
+#[test]
 fn a_malformed_trace_is_2_before_anything_starts() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let trace = folder.path().join("t.jsonl");

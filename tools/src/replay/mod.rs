@@ -239,7 +239,7 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
     let before = Numbers::read(&socket)?;
     let plan = plan(&run, &socket);
     let device_pages = u64::from(plan.open.device_pages);
-    let mut progress = Progress::new(run.requests_count);
+    let mut progress = Progress::new("requests", run.requests_count);
     let outcome = coordinator::run(&plan, run.requests, &mut progress);
     progress.finish();
     let drain = Instant::now();

@@ -55,12 +55,12 @@ impl Tally {
 
     /// What the progress display shows.
     pub(super) fn progress(&self) -> State {
-        State {
-            requests: self.requests,
-            verified: self.pages_verified,
-            hit_percent: (self.hit_ratio() * 100.0) as u64,
-            mismatches: self.mismatches,
-        }
+        let percent = (self.hit_ratio() * 100.0) as u64;
+        let note = format!(
+            "{percent} % hit, {} pages compared, {} wrong",
+            self.pages_verified, self.mismatches
+        );
+        State { done: self.requests, note }
     }
 
     /// Adds another tally.
