@@ -8,8 +8,8 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
-use crate::exit::{Exit, ToolError};
-use crate::{demo, evict, inspect, replay, simulate, verify};
+use crate::exit::Exit;
+use crate::{demo, evict, inspect, replay, serve, simulate, verify};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -26,6 +26,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    /// Run the Manager
+    Serve(Box<serve::ServeVerb>),
     /// Show the product: a private Manager, several engines, every restored byte compared
     Demo {
         #[command(flatten)]
@@ -60,15 +62,9 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return Exit::Usage.code().into();
         }
     };
-    let exit = dispatch(cli.verb).unwrap_or_else(|error| {
-        eprintln!("orbitkv: {error}");
-        error.exit()
-    });
-    exit.code().into()
-}
-
-fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
-    match verb {
+    let outcome = match cli.verb {
+        // The Manager has errors and exit codes of its own.
+        Verb::Serve(verb) => return serve::run(&verb),
         Verb::Demo { outputs } => demo::run(outputs),
         Verb::Replay(args) => replay::run(args),
         Verb::Simulate(args) => simulate::run(args),
@@ -76,7 +72,12 @@ fn dispatch(verb: Verb) -> Result<Exit, ToolError> {
         Verb::Evict(args) => evict::run(&args),
         Verb::Verify(args) => verify::run(args),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
-    }
+    };
+    let exit = outcome.unwrap_or_else(|error| {
+        eprintln!("orbitkv: {error}");
+        error.exit()
+    });
+    exit.code().into()
 }
 
 /// A usage error in one line: what is wrong, and what is accepted.

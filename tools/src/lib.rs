@@ -12,6 +12,7 @@ mod output;
 mod place;
 mod progress;
 pub mod replay;
+mod serve;
 mod signal;
 pub mod simulate;
 mod table;
