@@ -82,7 +82,6 @@ pub struct Service {
     core: Core,
     device: Box<dyn Device>,
     storage: Option<Storage>,
-    endpoint: Endpoint<DeviceRegion>,
     telemetry: Telemetry,
     bell: ControlBell,
     clock: Clock,
@@ -101,6 +100,8 @@ pub struct Service {
     stopping: Option<Stopping>,
     tables_shown_ns: Nanos,
     turns: u64,
+    /// Dropped last: it holds the lock that makes the telemetry segment ours to remove.
+    endpoint: Endpoint<DeviceRegion>,
 }
 
 /// Serves until a stop has drained. Returns whether everything was written and ended in time.
@@ -366,7 +367,7 @@ impl Service {
         tracing::warn!(session = session.0, %fault, "session cut off");
         self.telemetry.counters.add(Metric::SessionsClosed(CloseReason::PeerFault), 1);
         self.close_client(session);
-        self.reply(EndpointReply::Close { session });
+        self.reply(EndpointReply::Close { session, cause: CloseCause::RingFault });
     }
 
     fn close_client(&mut self, session: SessionId) {
@@ -532,7 +533,7 @@ impl Service {
             .collect();
         for session in sessions {
             self.telemetry.counters.add(Metric::SessionsClosed(CloseReason::Draining), 1);
-            self.reply(EndpointReply::Close { session });
+            self.reply(EndpointReply::Close { session, cause: CloseCause::Stopping });
             self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
         }
         self.execute();

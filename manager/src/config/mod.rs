@@ -3,7 +3,7 @@
 //! A TOML file and the flags of `serve` name the same fields; flags win. Nothing here touches the
 //! system: the caller reads the file, asks the machine what it has ([`Machine`]) and prints.
 //! Unknown names, wrong types, values out of range and fields that contradict each other are
-//! refused in one line that says where, what and what would be accepted. [`field`] is the table of
+//! refused in one line that says where, what and what would be accepted. `field.rs` is the table of
 //! every field with its range, default and cost.
 
 mod args;

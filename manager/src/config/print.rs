@@ -35,6 +35,21 @@ impl Display for Config {
 }
 
 impl Config {
+    /// Every field on one line, for the log.
+    pub fn summary(&self) -> String {
+        let mut line = String::new();
+        for row in FIELDS {
+            if let Some(value) = self.value(row.key) {
+                let value = value.split(" # ").next().unwrap_or_default();
+                if !line.is_empty() {
+                    line.push(' ');
+                }
+                line.push_str(&format!("{}.{}={value}", row.section, row.name));
+            }
+        }
+        line
+    }
+
     /// As the file writes it; `None` where the file would leave it out.
     fn value(&self, key: Key) -> Option<String> {
         let limits = &self.limits;

@@ -6,6 +6,7 @@
 //! how a client detaches), but it says nothing about copies under way, which drain as always.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::peer::{
     PeerCredentials, PeerError, peer_credentials, peer_pidfd,
@@ -58,7 +59,7 @@ impl Access {
 pub struct Peer {
     /// As it was when it connected.
     pub credentials: PeerCredentials,
-    pidfd: OwnedFd,
+    pidfd: Arc<OwnedFd>,
 }
 
 impl Peer {
@@ -68,7 +69,7 @@ impl Peer {
     /// The peer is dead already, or cannot be watched from here.
     pub fn of(socket: impl AsFd) -> Result<Self, PeerError> {
         let socket = socket.as_fd();
-        Ok(Self { credentials: peer_credentials(socket)?, pidfd: peer_pidfd(socket)? })
+        Ok(Self { credentials: peer_credentials(socket)?, pidfd: Arc::new(peer_pidfd(socket)?) })
     }
 
     /// Readable once the process, all threads of it, has ended.
@@ -76,10 +77,16 @@ impl Peer {
         self.pidfd.as_fd()
     }
 
+    /// The same descriptor, for whoever has to know that the process is still the one that
+    /// connected. Every clone of one peer is the same `Arc`.
+    pub fn shared_pidfd(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.pidfd)
+    }
+
     /// Whether the process has ended.
     pub fn is_dead(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut polled = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let mut polled = [PollFd::from_borrowed_fd(self.pidfd(), PollFlags::IN)];
         rustix::event::poll(&mut polled, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 

@@ -18,6 +18,7 @@
 //! A connection asks one question at a time: while the reactor owes it an answer its socket is not
 //! read. That, the limit on sessions and the one on unattached connections bound both queues.
 
+mod import;
 mod listener;
 mod liveness;
 mod quarantine;
@@ -41,6 +42,7 @@ use ringbuf::traits::{Consumer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 use rustix::event::EventfdFlags;
 
+pub use import::HostImporter;
 pub use listener::{Claim, LOCK_RETRY_MAX, ListenError, Listener, SocketFile};
 pub use liveness::{Access, Peer};
 pub use quarantine::{CloseCause, EndpointCounters, LOG_INTERVAL, REFUSAL_LABELS, refusal_index};
@@ -175,10 +177,13 @@ pub enum EndpointReply<R> {
         /// What.
         answer: Answer,
     },
-    /// The peer broke the ring protocol: close its connection. No `Closed` follows.
+    /// The reactor ends a session (its peer broke the ring protocol, or the Manager stops): close
+    /// its connection. No `Closed` follows; one that is on its way already is to be ignored.
     Close {
         /// Which.
         session: SessionId,
+        /// For the count and the log.
+        cause: CloseCause,
     },
     /// A region is used by no copy any more; it is unmapped here.
     RegionEnded {
@@ -390,7 +395,7 @@ impl<R: Send + Sync + 'static> Endpoint<R> {
     /// Hands over a reply.
     ///
     /// # Errors
-    /// Gives it back when [`REPLIES_MAX`] are waiting: try again next turn.
+    /// Gives it back when 1,024 are waiting: try again next turn.
     pub fn reply(&mut self, reply: EndpointReply<R>) -> Result<(), EndpointReply<R>> {
         self.replies.try_push(reply)?;
         self.shared.bell.ring();

@@ -23,9 +23,9 @@ impl<I: Importer> Server<I> {
         while let Some(reply) = self.links.replies.try_pop() {
             match reply {
                 EndpointReply::Answer { question, answer } => self.answer(question, answer),
-                EndpointReply::Close { session } => {
+                EndpointReply::Close { session, cause } => {
                     if let Some(index) = self.position(session) {
-                        self.remove(index, CloseCause::RingFault);
+                        self.remove(index, cause);
                     }
                 }
                 EndpointReply::RegionEnded { session, region } => {

@@ -353,7 +353,7 @@ fn a_session_that_broke_its_ring_is_closed_without_an_event() {
     let mut stand = Stand::start(settings());
     let (client, welcome) = stand.attach();
     let session = SessionId(welcome.session);
-    stand.endpoint.reply(EndpointReply::Close { session }).unwrap();
+    stand.endpoint.reply(EndpointReply::Close { session, cause: CloseCause::RingFault }).unwrap();
     stand.hears_the_end(&client);
     assert_eq!(stand.sessions[0].2, None, "no event");
     assert_eq!(stand.closed(CloseCause::RingFault), 1);

@@ -1,0 +1,51 @@
+//! Memory of engines whose KV lies in host memory.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, Refusal, RegionSpec};
+
+use super::{ImportRefusal, Importer, Peer};
+use crate::device::{DeviceMemory, DeviceRegion, HostMemory, PeerHandle, RegionError};
+
+/// Imports host memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostImporter;
+
+impl Importer for HostImporter {
+    type Memory = DeviceMemory;
+    type Region = DeviceRegion;
+
+    fn import(
+        &mut self,
+        spec: &MemorySpec,
+        descriptor: Option<OwnedFd>,
+        peer: &Peer,
+    ) -> Result<DeviceMemory, ImportRefusal> {
+        let handle = PeerHandle {
+            // Process ids fit; 0 (a peer outside our namespace) is refused by the first access.
+            pid: i32::try_from(peer.credentials.pid).unwrap_or(0),
+            pidfd: peer.shared_pidfd(),
+        };
+        HostMemory::import(spec, descriptor, &handle)
+            .map(DeviceMemory::Host)
+            .map_err(|error| ImportRefusal { refusal: error.refusal(), cause: Box::new(error) })
+    }
+
+    fn lay_out(
+        &mut self,
+        memories: &[Arc<DeviceMemory>],
+        spec: &RegionSpec,
+        page_bytes: u64,
+    ) -> Result<DeviceRegion, ImportRefusal> {
+        let memory = |handle: u32| memories.get(handle as usize).cloned();
+        DeviceRegion::new(spec, page_bytes, memory).map_err(|error| {
+            let refusal = match error {
+                RegionError::SizeMismatch { .. } => Refusal::LayoutConflict,
+                RegionError::ImageTooLarge { .. } => Refusal::TooLarge,
+                _ => Refusal::BadMessage,
+            };
+            ImportRefusal { refusal, cause: Box::new(error) }
+        })
+    }
+}

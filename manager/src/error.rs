@@ -1,0 +1,75 @@
+//! Why a Manager does not start, or does not end well, and with which exit code.
+
+use std::io;
+use std::net::SocketAddr;
+
+use crate::config::ConfigError;
+use crate::endpoint::ListenError;
+use crate::pool::PoolError;
+use crate::telemetry::TelemetryError;
+
+/// The work failed.
+pub const EXIT_FAILED: u8 = 1;
+/// Wrong by its text alone: usage or configuration.
+pub const EXIT_USAGE: u8 = 2;
+/// Only the system could tell.
+pub const EXIT_SYSTEM: u8 = 3;
+
+/// Why `serve` ends with an error. One line each.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// See [`ConfigError`].
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    /// See [`ListenError`].
+    #[error("{0}")]
+    Listen(#[from] ListenError),
+    /// The address of `/metrics` cannot be taken.
+    #[error(
+        "--http {address}: {source}: choose another address, port 0, or start with --http-optional"
+    )]
+    Http {
+        /// As asked for.
+        address: SocketAddr,
+        /// Why not.
+        source: io::Error,
+    },
+    /// No telemetry segment.
+    #[error("telemetry: {0}")]
+    Telemetry(#[from] TelemetryError),
+    /// No DRAM pool.
+    #[error("{0}")]
+    Pool(#[from] PoolError),
+    /// `--device cuda` on a machine, or with a build, that has none.
+    #[error("--device cuda: no CUDA device can be used here: use --device host or auto")]
+    NoCuda,
+    /// The tier cannot be opened.
+    #[error("--ssd: this build has no SSD tier: start without it")]
+    NoSsd,
+    /// A thread, descriptor or signal handler could not be had.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The signal handler could not be installed.
+    #[error("signal handler: {0}")]
+    Signals(#[from] ctrlc::Error),
+}
+
+impl ServeError {
+    /// 2 for what the text alone shows, 3 for what only the system could tell.
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Config(error) if !error.is_environment() => EXIT_USAGE,
+            _ => EXIT_SYSTEM,
+        }
+    }
+
+    /// For `map_err`.
+    pub fn system(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::System { what, source }
+    }
+}

@@ -1,0 +1,372 @@
+//! `/metrics` and `/healthz` over HTTP/1.x: one connection at a time, every size and time bounded.
+//!
+//! Both pages are made from closures, so that this thread never asks the reactor anything: a hung
+//! Manager still answers here, and says that it hangs.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+
+/// Longest request head, in bytes. What follows it is never read.
+pub const REQUEST_BYTES_MAX: usize = 8192;
+/// Longest time for the request to come, and again for the answer to go.
+pub const EXCHANGE_MAX: Duration = Duration::from_secs(2);
+/// Pause when the system has no descriptor for a connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// What `/healthz` says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Health {
+    /// 200 when true, else 503.
+    pub healthy: bool,
+    /// The state in one word, as the body.
+    pub state: &'static str,
+}
+
+/// What the two pages hold.
+pub trait Pages: Send + 'static {
+    /// Prometheus text.
+    fn metrics(&self) -> String;
+    /// See [`Health`].
+    fn health(&self) -> Health;
+}
+
+/// An address that is ours, and not served yet.
+#[derive(Debug)]
+pub struct HttpListener {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl HttpListener {
+    /// Takes the address; port 0 takes a free one.
+    ///
+    /// # Errors
+    /// It is taken, not ours, or not allowed.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        Ok(Self { listener, address })
+    }
+
+    /// The address with its real port.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until the thread is dropped.
+    ///
+    /// # Errors
+    /// No eventfd, or no thread.
+    pub fn serve(self, pages: impl Pages) -> io::Result<HttpThread> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = Arc::new(Stop {
+            bell: rustix::event::eventfd(0, flags)?,
+            asked: AtomicBool::new(false),
+        });
+        let address = self.address;
+        let seen = Arc::clone(&stop);
+        let thread = std::thread::Builder::new()
+            .name("orbitkv-http".to_owned())
+            .spawn(move || run(&self.listener, &seen, &pages))?;
+        Ok(HttpThread { address, stop, thread: Some(thread) })
+    }
+}
+
+/// The serving thread. Dropping it ends it, within two [`EXCHANGE_MAX`].
+#[derive(Debug)]
+pub struct HttpThread {
+    address: SocketAddr,
+    stop: Arc<Stop>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Stop {
+    bell: OwnedFd,
+    asked: AtomicBool,
+}
+
+impl HttpThread {
+    /// The address with its real port.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for HttpThread {
+    fn drop(&mut self) {
+        self.stop.asked.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.stop.bell, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the http thread panicked");
+        }
+    }
+}
+
+fn run(listener: &TcpListener, stop: &Stop, pages: &impl Pages) {
+    while !stop.asked.load(Ordering::Acquire) {
+        let mut polled = [
+            PollFd::from_borrowed_fd(stop.bell.as_fd(), PollFlags::IN),
+            PollFd::new(listener, PollFlags::IN),
+        ];
+        // Interrupted or not: what is ready shows below.
+        let _ = rustix::event::poll(&mut polled, None);
+        match listener.accept() {
+            Ok((connection, _)) => {
+                if let Err(error) = exchange(connection, pages) {
+                    tracing::debug!("http connection: {error}");
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                tracing::debug!("http accept: {error}");
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+        }
+    }
+}
+
+fn exchange(mut connection: TcpStream, pages: &impl Pages) -> io::Result<()> {
+    connection.set_nonblocking(false)?;
+    let answer = match read_head(&mut connection)? {
+        Head::Whole(head) => answer(&head, pages),
+        Head::TooLong => Answer::error(431, "request head is longer than 8192 bytes"),
+        Head::TooLate => Answer::error(408, "request did not come within 2 s"),
+        Head::Cut => return Ok(()),
+    };
+    write_within(&mut connection, &answer.bytes(), EXCHANGE_MAX)?;
+    connection.shutdown(std::net::Shutdown::Write)
+}
+
+enum Head {
+    Whole(Vec<u8>),
+    TooLong,
+    TooLate,
+    /// The peer closed before its request was whole.
+    Cut,
+}
+
+fn read_head(connection: &mut TcpStream) -> io::Result<Head> {
+    let start = Instant::now();
+    let mut head = Vec::with_capacity(1024);
+    let mut part = [0; 1024];
+    loop {
+        let left = EXCHANGE_MAX.saturating_sub(start.elapsed());
+        if left.is_zero() {
+            return Ok(Head::TooLate);
+        }
+        connection.set_read_timeout(Some(left))?;
+        match connection.read(&mut part) {
+            Ok(0) => return Ok(Head::Cut),
+            Ok(bytes) => head.extend_from_slice(&part[..bytes]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
+            {
+                return Ok(Head::TooLate);
+            }
+            Err(error) => return Err(error),
+        }
+        if head.windows(4).any(|window| window == b"\r\n\r\n") {
+            return Ok(Head::Whole(head));
+        }
+        if head.len() > REQUEST_BYTES_MAX {
+            return Ok(Head::TooLong);
+        }
+    }
+}
+
+struct Answer {
+    status: u16,
+    content_type: &'static str,
+    body: String,
+    /// The body is described and not sent.
+    head_only: bool,
+}
+
+impl Answer {
+    fn error(status: u16, text: &str) -> Self {
+        let body = format!("{text}\n");
+        Self { status, content_type: "text/plain; charset=utf-8", body, head_only: false }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let reason = match self.status {
+            200 => "OK",
+            400 => "Bad Request",
+            404 => "Not Found",
+            405 => "Method Not Allowed",
+            408 => "Request Timeout",
+            431 => "Request Header Fields Too Large",
+            _ => "Service Unavailable",
+        };
+        let (status, content_type, length) = (self.status, self.content_type, self.body.len());
+        let allow = if status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
+        let mut bytes = format!(
+            "HTTP/1.1 {status} {reason}\r\nContent-Type: {content_type}\r\n\
+             Content-Length: {length}\r\n{allow}Connection: close\r\n\r\n"
+        )
+        .into_bytes();
+        if !self.head_only {
+            bytes.extend_from_slice(self.body.as_bytes());
+        }
+        bytes
+    }
+}
+
+fn answer(head: &[u8], pages: &impl Pages) -> Answer {
+    let line = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    let Ok(line) = std::str::from_utf8(line) else {
+        return Answer::error(400, "request line is no text");
+    };
+    let mut words = line.split(' ');
+    let (Some(method), Some(target), Some(version), None) =
+        (words.next(), words.next(), words.next(), words.next())
+    else {
+        return Answer::error(400, "request line is not: METHOD TARGET VERSION");
+    };
+    if !version.starts_with("HTTP/1.") {
+        return Answer::error(400, "only HTTP/1.x is spoken here");
+    }
+    if !matches!(method, "GET" | "HEAD") {
+        return Answer::error(405, "only GET and HEAD are served");
+    }
+    let path = target.split('?').next().unwrap_or_default();
+    let mut answer = match path {
+        "/metrics" => Answer {
+            status: 200,
+            content_type: "text/plain; version=0.0.4; charset=utf-8",
+            body: pages.metrics(),
+            head_only: false,
+        },
+        "/healthz" => {
+            let health = pages.health();
+            Answer::error(if health.healthy { 200 } else { 503 }, health.state)
+        }
+        _ => Answer::error(404, "only /metrics and /healthz are served"),
+    };
+    answer.head_only = method == "HEAD";
+    answer
+}
+
+fn write_within(connection: &mut TcpStream, mut bytes: &[u8], limit: Duration) -> io::Result<()> {
+    let start = Instant::now();
+    while !bytes.is_empty() {
+        let left = limit.saturating_sub(start.elapsed());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        connection.set_write_timeout(Some(left))?;
+        match connection.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => bytes = &bytes[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Two;
+
+    impl Pages for Two {
+        fn metrics(&self) -> String {
+            "orbitkv_up 1\n".repeat(100_000)
+        }
+
+        fn health(&self) -> Health {
+            Health { healthy: false, state: "draining" }
+        }
+    }
+
+    fn start() -> HttpThread {
+        let listener = HttpListener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        assert_ne!(listener.address().port(), 0);
+        listener.serve(Two).unwrap()
+    }
+
+    fn ask(server: &HttpThread, request: &[u8]) -> String {
+        let mut connection = TcpStream::connect(server.address()).unwrap();
+        connection.write_all(request).unwrap();
+        let mut answer = Vec::new();
+        // A reset after the answer (what was sent on top of the head stays unread) is no loss.
+        let mut part = [0; 65_536];
+        while let Ok(bytes @ 1..) = connection.read(&mut part) {
+            answer.extend_from_slice(&part[..bytes]);
+        }
+        String::from_utf8(answer).unwrap()
+    }
+
+    #[test]
+    fn both_pages_are_served_whole() {
+        let server = start();
+        let answer = ask(&server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+        assert!(head.contains("Content-Length: 1300000") && head.contains("version=0.0.4"));
+        assert_eq!(body.len(), 1_300_000);
+        let answer = ask(&server, b"GET /healthz?x=1 HTTP/1.0\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 503 ") && answer.ends_with("\r\n\r\ndraining\n"));
+        let answer = ask(&server, b"HEAD /healthz HTTP/1.1\r\n\r\n");
+        assert!(answer.contains("Content-Length: 9\r\n") && answer.ends_with("\r\n\r\n"));
+    }
+
+    #[test]
+    fn everything_else_is_answered_with_its_fault() {
+        let server = start();
+        for (request, status) in [
+            (&b"GET / HTTP/1.1\r\n\r\n"[..], 404),
+            (b"GET /metrics/../healthz HTTP/1.1\r\n\r\n", 404),
+            (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+            (b"GET /metrics\r\n\r\n", 400),
+            (b"GET  /metrics HTTP/1.1\r\n\r\n", 400),
+            (b"GET /metrics HTTP/2\r\n\r\n", 400),
+            (b"\xff\xfe\r\n\r\n", 400),
+            (b"\r\n\r\n", 400),
+        ] {
+            let answer = ask(&server, request);
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {answer}");
+        }
+        let mut endless = b"GET /metrics HTTP/1.1\r\n".to_vec();
+        endless.resize(REQUEST_BYTES_MAX + 1024, b'x');
+        assert!(ask(&server, &endless).starts_with("HTTP/1.1 431 "));
+    }
+
+    #[test]
+    fn a_peer_that_goes_away_or_dawdles_holds_nobody_for_ever() {
+        let server = start();
+        drop(TcpStream::connect(server.address()).unwrap());
+        let mut dawdler = TcpStream::connect(server.address()).unwrap();
+        dawdler.write_all(b"GET /met").unwrap();
+        // Served after the dawdler was given up.
+        let answer = ask(&server, b"GET /healthz HTTP/1.1\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 503 "));
+        let mut text = String::new();
+        dawdler.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with("HTTP/1.1 408 "), "{text}");
+    }
+
+    #[test]
+    fn a_taken_address_is_an_error_and_dropping_frees_it() {
+        let server = start();
+        let address = server.address();
+        let error = HttpListener::bind(address).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop(server);
+        HttpListener::bind(address).unwrap();
+    }
+}

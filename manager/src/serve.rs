@@ -1,0 +1,374 @@
+//! `orbitkv serve`: from the command line to the running service, and its exit code.
+//!
+//! Order matters. Nothing is made before the configuration is known to be right; the lock of the
+//! socket comes before everything that a second Manager must not touch; the socket becomes visible
+//! when all else is ready.
+
+use std::fs::File;
+use std::io::{IsTerminal, Read, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use clap::Parser;
+use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
+use orbitkv_shm_protocol::doorbell::ControlBell;
+use orbitkv_shm_protocol::ids::Epoch;
+use orbitkv_shm_protocol::inspect::LifeState;
+use orbitkv_shm_protocol::telemetry::ManagerState;
+use rustix::process::{Resource, Rlimit};
+
+use crate::clock::{Clock, nanos_of};
+use crate::config::{
+    Config, ConfigError, DeviceKind, HugePages, Machine, ServeArgs, SpillPolicy, Words, usage_line,
+};
+use crate::core::{Core, CoreConfig};
+use crate::device::HostDevice;
+use crate::endpoint::{Claim, Endpoint, HostImporter, Settings, Stopper};
+use crate::error::{EXIT_FAILED, EXIT_USAGE, ServeError};
+use crate::http::{Health, HttpListener, HttpThread, Pages};
+use crate::pool::{self, DramPool, PoolConfig};
+use crate::service::{self, ServiceParts, Storage};
+use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
+
+/// Environment variable that filters the log, as in `debug` or `orbitkv_manager::endpoint=trace`.
+pub const LOG_VARIABLE: &str = "ORBITKV_LOG";
+/// After a stop signal the process ends within this time, whatever hangs: below the 10 s that are
+/// promised.
+const STOP_MAX: Duration = Duration::from_millis(9_500);
+
+/// The command line of the binary `orbitkv-manager`.
+#[derive(Parser, Debug)]
+#[command(name = "orbitkv-manager", version, about = "The OrbitKV Manager (same as orbitkv serve)")]
+struct Command {
+    #[command(flatten)]
+    serve: ServeArgs,
+}
+
+/// Parses the command line of this process and serves.
+pub fn main() -> ExitCode {
+    match Command::try_parse() {
+        Ok(command) => serve(&command.serve),
+        // Help and version: asked for, so no error.
+        Err(error) if !error.use_stderr() => {
+            let _ = error.print();
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            let command = <Command as clap::CommandFactory>::command();
+            eprintln!("orbitkv: {}", usage_line(&error, &command));
+            ExitCode::from(EXIT_USAGE)
+        }
+    }
+}
+
+/// Serves until a stop signal. Every error is one line on stderr.
+pub fn serve(args: &ServeArgs) -> ExitCode {
+    match run(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("orbitkv: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn run(args: &ServeArgs) -> Result<(), ServeError> {
+    let config = load(args)?;
+    if args.print_config {
+        // A reader that closed its end early has seen enough.
+        let _ = std::io::stdout().write_all(config.to_string().as_bytes());
+        return Ok(());
+    }
+    start_logging();
+    tracing::info!("configuration: {}", config.summary());
+    warn_of_closed_doors(&config);
+    raise_descriptor_limit();
+    let mut opened = open(&config)?;
+    stop_on_signals(opened.parts.endpoint.stopper())?;
+    announce_ready(&mut opened)?;
+    let Opened { parts, http, _pool } = opened;
+    // A page that was not written in time is a page less to hit, not a failure of the stop.
+    let _drained = service::run(parts);
+    drop(http);
+    tracing::info!("stopped");
+    Ok(())
+}
+
+/// Reads the file, asks the machine and checks everything.
+///
+/// # Errors
+/// See [`ConfigError`].
+pub fn load(args: &ServeArgs) -> Result<Config, ConfigError> {
+    let mut words = match &args.config {
+        None => Words::default(),
+        Some(path) => Words::from_file(path, &read_config(path)?)?,
+    };
+    words.override_with(args);
+    let machine = Machine {
+        memory_available_bytes: std::fs::read_to_string("/proc/meminfo")
+            .ok()
+            .and_then(|text| available_bytes(&text)),
+        socket_path: socket_default_path(),
+    };
+    Config::resolve(&words, &machine)
+}
+
+fn read_config(path: &Path) -> Result<String, ConfigError> {
+    std::fs::read_to_string(path)
+        .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })
+}
+
+/// `MemAvailable` of `/proc/meminfo`.
+fn available_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// A user on the list still has to get past the mode of the socket file.
+fn warn_of_closed_doors(config: &Config) {
+    let owner = rustix::process::geteuid().as_raw();
+    let shut_out = config.socket.allow_uids.iter().find(|uid| **uid != 0 && **uid != owner);
+    if let Some(uid) = shut_out
+        && config.socket.allow_gids.is_empty()
+    {
+        tracing::warn!(uid, "--allow-uid: the socket has mode 0600; add --allow-gid for its group");
+    }
+}
+
+/// Makes everything that the service is made of, the slow parts after the ones that fail fast.
+fn open(config: &Config) -> Result<Opened, ServeError> {
+    let clock = Clock::monotonic();
+    let started_ns = clock.now();
+    if config.device == DeviceKind::Cuda {
+        return Err(ServeError::NoCuda);
+    }
+    let claim = Claim::take(&config.socket)?;
+    let http = bind_http(config)?;
+    let mut random = File::open("/dev/urandom").map_err(ServeError::system("random numbers"))?;
+    let epoch = new_epoch(&mut random).map_err(ServeError::system("random numbers"))?;
+    let hash_seed = random_u64(&mut random).map_err(ServeError::system("random numbers"))?;
+    let mut telemetry = Telemetry::create(&TelemetryIdentity {
+        socket: config.socket.path.clone(),
+        epoch,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        started_ns,
+    })?;
+    telemetry.set_config(&config.to_string());
+    let pool = allocate_pool(config)?;
+    let bell = ControlBell::new();
+    let storage = open_storage(config)?;
+    let device = HostDevice::start(pool.clone(), bell.ringer())
+        .map_err(ServeError::system("device threads"))?;
+    let endpoint = Endpoint::start(
+        Settings::new(config, epoch),
+        claim.listen()?,
+        HostImporter,
+        clock.clone(),
+        bell.ringer(),
+    )
+    .map_err(ServeError::system("endpoint thread"))?;
+    let http = http
+        .map(|listener| listener.serve(TelemetryPages(telemetry.reader())))
+        .transpose()
+        .map_err(ServeError::system("http thread"))?;
+    let http_address = http.as_ref().map(|http| http.address().to_string());
+    telemetry.set_texts(pool.page_mode().label(), http_address.as_deref());
+    let core = Core::new(core_config(config, pool.arena_bytes(), hash_seed));
+    let parts = ServiceParts {
+        core,
+        device: Box::new(device),
+        storage,
+        endpoint,
+        telemetry,
+        bell,
+        clock,
+        wait: config.wait,
+        stop_timeout: config.time.stop_timeout,
+    };
+    Ok(Opened { parts, http, _pool: pool })
+}
+
+/// The service and what lives beside it. Dropped after the service has ended.
+struct Opened {
+    parts: ServiceParts,
+    http: Option<HttpThread>,
+    _pool: Arc<DramPool>,
+}
+
+fn allocate_pool(config: &Config) -> Result<Arc<DramPool>, ServeError> {
+    let pool = DramPool::allocate(PoolConfig {
+        bytes: config.dram.capacity_bytes,
+        huge_pages: match config.dram.huge_pages {
+            HugePages::Require => pool::HugePages::Require,
+            HugePages::Prefer => pool::HugePages::Prefer,
+            HugePages::Off => pool::HugePages::Off,
+        },
+        prefault_threads: 0,
+    })?;
+    tracing::info!(
+        bytes = pool.bytes(),
+        page_mode = pool.page_mode().label(),
+        "DRAM pool is ready"
+    );
+    Ok(Arc::new(pool))
+}
+
+fn open_storage(config: &Config) -> Result<Option<Storage>, ServeError> {
+    if config.ssd.is_some() {
+        return Err(ServeError::NoSsd);
+    }
+    Ok(None)
+}
+
+/// What `core` is told of the configuration.
+fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreConfig {
+    let defaults = CoreConfig::with_dram(config.dram.capacity_bytes);
+    let ssd = config.ssd.as_ref();
+    CoreConfig {
+        arena_bytes,
+        query_budget_bytes: config.budget.query_bytes,
+        speculative_budget_bytes: config.budget.speculative_bytes,
+        session_budget_bytes: config.budget.session_bytes,
+        lease_ttl_ns: nanos_of(config.time.lease_ttl),
+        operation_timeout_ns: nanos_of(config.time.operation_timeout),
+        page_bytes_max: config.limits.page_bytes_max,
+        bad_requests_max: config.limits.bad_requests,
+        spill_policy: match ssd.map_or(SpillPolicy::All, |ssd| ssd.spill) {
+            SpillPolicy::All => crate::core::SpillPolicy::All,
+            SpillPolicy::Reuse => crate::core::SpillPolicy::Reuse,
+        },
+        hash_seed,
+        ..defaults
+    }
+}
+
+/// Lets clients in and says so: the one line that `serve` prints on stdout.
+fn announce_ready(opened: &mut Opened) -> Result<(), ServeError> {
+    let stale = opened.parts.endpoint.publish()?;
+    opened.parts.telemetry.set_state(ManagerState::Ready);
+    let socket = opened.parts.endpoint.socket_path().display();
+    let http = opened.http.as_ref().map(|http| http.address().to_string());
+    let http = http.as_deref().unwrap_or("off");
+    tracing::info!(%socket, http, replaced_stale_socket = stale, "ready");
+    // Nobody has to read it.
+    let mut stdout = std::io::stdout();
+    let _ = writeln!(stdout, "ready socket={socket} http={http}");
+    let _ = stdout.flush();
+    Ok(())
+}
+
+fn bind_http(config: &Config) -> Result<Option<HttpListener>, ServeError> {
+    let Some(address) = config.http.address else { return Ok(None) };
+    match HttpListener::bind(address) {
+        Ok(listener) => Ok(Some(listener)),
+        Err(error) if config.http.optional => {
+            tracing::warn!(%address, %error, "no /metrics: the address cannot be taken");
+            Ok(None)
+        }
+        Err(source) => Err(ServeError::Http { address, source }),
+    }
+}
+
+/// The two pages, from the telemetry segment.
+struct TelemetryPages(TelemetryReader);
+
+impl Pages for TelemetryPages {
+    fn metrics(&self) -> String {
+        self.0.prometheus()
+    }
+
+    fn health(&self) -> Health {
+        let life = self.0.life();
+        Health {
+            healthy: matches!(life, LifeState::Ready | LifeState::Degraded),
+            state: life.label(),
+        }
+    }
+}
+
+/// Random and never zero.
+fn new_epoch(random: &mut File) -> std::io::Result<Epoch> {
+    loop {
+        let epoch = random_u64(random)? as u32;
+        if epoch != 0 {
+            return Ok(Epoch(epoch));
+        }
+    }
+}
+
+fn random_u64(random: &mut File) -> std::io::Result<u64> {
+    let mut bytes = [0; 8];
+    random.read_exact(&mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// Sessions, pidfds and memories are descriptors; many shells give a process only 1,024.
+fn raise_descriptor_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+        if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
+            tracing::warn!(%errno, "cannot raise the limit of open descriptors");
+        }
+    }
+}
+
+fn start_logging() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env(LOG_VARIABLE)
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    // Somebody who embeds `serve` may log already.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .try_init();
+}
+
+/// SIGINT, SIGTERM and SIGHUP ask for a stop; what still runs after [`STOP_MAX`] is cut off.
+fn stop_on_signals(stopper: Stopper) -> Result<(), ServeError> {
+    let asked = AtomicBool::new(false);
+    ctrlc::set_handler(move || {
+        stopper.stop();
+        if asked.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let watchdog = std::thread::Builder::new().name("orbitkv-watchdog".to_owned());
+        let watched = watchdog.spawn(|| {
+            std::thread::sleep(STOP_MAX);
+            tracing::error!("the stop did not end in time: leaving at once");
+            std::process::exit(i32::from(EXIT_FAILED));
+        });
+        if watched.is_err() {
+            tracing::warn!("no thread to watch over the stop");
+        }
+    })?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_is_read_from_its_line() {
+        let text = "MemTotal: 9 kB\nMemFree:   1 kB\nMemAvailable:   24288144 kB\n";
+        assert_eq!(available_bytes(text), Some(24_288_144 << 10));
+        for text in
+            ["", "MemAvailable: x kB", "MemAvailable: 7", "MemAvailable: 99999999999999999 kB"]
+        {
+            assert_eq!(available_bytes(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn epochs_are_random_and_never_zero() {
+        let mut random = File::open("/dev/urandom").unwrap();
+        let epochs: Vec<_> = (0..8).map(|_| new_epoch(&mut random).unwrap()).collect();
+        assert!(epochs.iter().all(|epoch| epoch.0 != 0));
+        assert!(epochs.iter().any(|epoch| *epoch != epochs[0]));
+    }
+}
