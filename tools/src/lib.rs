@@ -1,0 +1,21 @@
+//! What the `orbitkv` command line is made of, one verb a module, and the trace readers that the
+//! tests share with it.
+
+pub mod cli;
+pub mod content;
+mod demo;
+mod evict;
+mod exit;
+mod html;
+mod inspect;
+mod output;
+mod place;
+mod progress;
+pub mod replay;
+mod serve;
+mod signal;
+pub mod simulate;
+mod table;
+pub mod trace;
+mod verify;
+pub mod workload;

@@ -1,0 +1,31 @@
+//! `serve`: the Manager itself, in this process.
+
+use std::io::Read;
+use std::process::ExitCode;
+use std::thread;
+
+use clap::Args;
+use orbitkv_manager::config::ServeArgs;
+use rustix::process::{Signal, getpid, kill_process};
+
+/// Flags of `serve`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub(crate) struct ServeVerb {
+    #[command(flatten)]
+    args: ServeArgs,
+    /// Stop when standard input ends, so that a private Manager never outlives who started it
+    #[arg(long, hide = true)]
+    stop_at_eof: bool,
+}
+
+/// Runs the verb. The Manager prints its own errors.
+pub(crate) fn run(verb: &ServeVerb) -> ExitCode {
+    if verb.stop_at_eof {
+        thread::spawn(|| {
+            let mut byte = [0];
+            while std::io::stdin().read(&mut byte).is_ok_and(|bytes| bytes > 0) {}
+            let _asked = kill_process(getpid(), Signal::TERM);
+        });
+    }
+    orbitkv_manager::serve::serve(&verb.args)
+}

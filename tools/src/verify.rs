@@ -1,0 +1,71 @@
+//! `verify`: reads the SSD tier of a stopped Manager and checks every image. Changes nothing.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use orbitkv_manager::ssd::{self, SlotCounts};
+use serde::Serialize;
+
+use crate::exit::{Exit, ToolError};
+use crate::output::Output;
+use crate::progress::{Progress, State};
+
+/// Flags of `verify`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub(crate) struct VerifyArgs {
+    /// File of the SSD tier; all files of the tier, in the order of its configuration
+    #[arg(long, value_name = "PATH", required = true)]
+    ssd: Vec<PathBuf>,
+    /// Write the counts as JSON
+    #[arg(long, value_name = "OUT")]
+    json: Option<PathBuf>,
+}
+
+/// What was found; the last four sum to the first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+struct Counts {
+    /// Slots of every region in use.
+    slots: u64,
+    /// Images that a Manager would serve, and whose bytes match.
+    valid: u64,
+    /// Images that do not match their footer: writes that a crash cut short.
+    torn: u64,
+    /// Images that a newer one replaced, or whose namespace was forgotten.
+    stale: u64,
+    /// Slots without an image.
+    empty: u64,
+}
+
+impl From<SlotCounts> for Counts {
+    fn from(counts: SlotCounts) -> Self {
+        Self {
+            slots: counts.slots,
+            valid: counts.valid,
+            torn: counts.torn,
+            stale: counts.stale,
+            empty: counts.empty,
+        }
+    }
+}
+
+/// Runs the verb. Torn images are no failure: a Manager treats them as misses.
+pub(crate) fn run(args: VerifyArgs) -> Result<Exit, ToolError> {
+    let output = Output::open("json", args.json)?;
+    let mut progress: Option<Progress> = None;
+    let counts = ssd::verify(&args.ssd, |done, total| {
+        let shown = progress.get_or_insert_with(|| Progress::new("images", total));
+        shown.advance(&State { done, ..State::default() });
+    })?;
+    if let Some(progress) = progress {
+        progress.finish();
+    }
+    let counts = Counts::from(counts);
+    println!(
+        "{} slots: {} valid, {} torn, {} stale, {} empty",
+        counts.slots, counts.valid, counts.torn, counts.stale, counts.empty
+    );
+    if let Some(output) = output {
+        output.json(&counts)?;
+    }
+    Ok(Exit::Ok)
+}
