@@ -46,6 +46,7 @@ impl Sleeper {
     /// then looks at its rings once more, waits only if they are empty, and calls
     /// [`end`](Self::end) in either case.
     pub fn begin(&self) -> u32 {
+        // `bell`: before the sleep is announced, so that a ring in answer to it is not `seen`.
         let seen = self.doorbell.load_acquire();
         debug_assert!(self.generation.get().is_multiple_of(2), "begin() twice without end()");
         self.step();
@@ -68,7 +69,9 @@ impl Sleeper {
     fn step(&self) {
         let next = self.generation.get().wrapping_add(1);
         self.generation.set(next);
-        self.sleep_generation.store_release(next);
+        // Relaxed: ordered by the fence in `begin`, and by nothing in `end`, where a publisher that
+        // still sees the sleep makes one needless system call.
+        self.sleep_generation.store_relaxed(next);
     }
 }
 
@@ -118,6 +121,7 @@ impl Ringer {
     fn wake(&mut self, generation: u32) {
         self.last_woken = generation;
         self.rings = self.rings.wrapping_add(1);
+        // `bell`
         self.doorbell.store_release(self.rings);
         self.doorbell.futex_wake();
     }
@@ -191,11 +195,12 @@ impl ControlRinger {
         if generation.is_multiple_of(2) {
             return false;
         }
-        // Whoever changes it to this generation owes the wake. A ringer that was delayed here may
+        // `bell-gate`: whoever changes it to this generation owes the wake. A ringer that was delayed here may
         // put an older generation back: that costs a needless wake, never one too few.
         if self.last_woken.swap(generation) == generation {
             return false;
         }
+        // `bell`
         self.doorbell.increment();
         self.doorbell.futex_wake();
         true

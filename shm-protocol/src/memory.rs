@@ -85,7 +85,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// When `bytes` is zero or not a multiple of [`SECTION_ALIGN`].
-    pub fn map(
+    pub(crate) fn map(
         descriptor: BorrowedFd<'_>,
         bytes: usize,
         access: Access,
@@ -141,20 +141,6 @@ impl SharedMemory {
         self.check::<T>(offset, 1);
         // SAFETY: checked just above.
         unsafe { self.read_unchecked(offset) }
-    }
-
-    /// Replaces `values` by a copy of `count` neighbouring values, as by [`read`](Self::read).
-    /// Allocates only where the vector's capacity is too small.
-    ///
-    /// # Panics
-    /// As [`read`](Self::read).
-    pub fn read_many<T: Pod>(&self, offset: usize, count: usize, values: &mut Vec<T>) {
-        self.check::<T>(offset, count);
-        values.clear();
-        values.extend((0..count).map(|i| -> T {
-            // SAFETY: value i of `count` that were checked above.
-            unsafe { self.read_unchecked(offset + i * size_of::<T>()) }
-        }));
     }
 
     /// Copies a value in, word by word (relaxed). Not visible in any order before a word is
@@ -231,6 +217,25 @@ impl SharedMemory {
         self.check::<R>(offset, capacity as usize);
         self.check_writable();
         SlotWriter { memory: self.clone(), offset, mask: capacity - 1, record: PhantomData }
+    }
+
+    /// The reading end of an array of `count` values from `offset` on.
+    ///
+    /// # Panics
+    /// When the array does not lie inside the range.
+    pub fn array_reader<T: Pod>(&self, offset: usize, count: u32) -> ArrayReader<T> {
+        self.check::<T>(offset, count as usize);
+        ArrayReader { memory: self.clone(), offset, count, value: PhantomData }
+    }
+
+    /// The writing end of an array of `count` values from `offset` on.
+    ///
+    /// # Panics
+    /// As [`array_reader`](Self::array_reader), and when the memory is read-only.
+    pub fn array_writer<T: Pod>(&self, offset: usize, count: u32) -> ArrayWriter<T> {
+        self.check::<T>(offset, count as usize);
+        self.check_writable();
+        ArrayWriter { memory: self.clone(), offset, count, value: PhantomData }
     }
 
     /// Panics unless `count` values of `T` lie inside the range from `offset` on.
@@ -385,6 +390,13 @@ pub struct WordWriter<W> {
 }
 
 impl<W: Word> WordWriter<W> {
+    /// Stores a value, ordered with nothing.
+    #[inline]
+    pub fn store_relaxed(&self, value: W) {
+        // SAFETY: offset, alignment and permission were checked when `self` was made.
+        unsafe { W::store(&self.memory, self.offset, value, Ordering::Relaxed) }
+    }
+
     /// Stores a value; whoever acquires it sees everything written before.
     #[inline]
     pub fn store_release(&self, value: W) {
@@ -463,7 +475,163 @@ impl<R: Pod> SlotWriter<R> {
     }
 }
 
+/// Values that another process writes.
+#[derive(Debug)]
+pub struct ArrayReader<T> {
+    memory: SharedMemory,
+    offset: usize,
+    count: u32,
+    value: PhantomData<fn() -> T>,
+}
+
+impl<T: Pod> ArrayReader<T> {
+    /// Values in the array.
+    #[inline]
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// A private copy of one value.
+    ///
+    /// # Panics
+    /// When `index` is not below the count.
+    #[inline]
+    pub fn read(&self, index: u32) -> T {
+        assert!(index < self.count, "index {index} of an array of {}", self.count);
+        // SAFETY: the array was checked when `self` was made, and the index is below its count.
+        unsafe { self.memory.read_unchecked(self.offset + index as usize * size_of::<T>()) }
+    }
+
+    /// Replaces `values` by private copies of `len` values from `start` on. False, and `values`
+    /// is empty, when they do not lie inside the array. Allocates only where the vector's
+    /// capacity is too small.
+    pub fn read_range(&self, start: u32, len: u32, values: &mut Vec<T>) -> bool {
+        values.clear();
+        if start.checked_add(len).is_none_or(|end| end > self.count) {
+            return false;
+        }
+        let first = self.offset + start as usize * size_of::<T>();
+        values.extend((0..len as usize).map(|i| -> T {
+            // SAFETY: the array was checked when `self` was made, and the range lies inside it.
+            unsafe { self.memory.read_unchecked(first + i * size_of::<T>()) }
+        }));
+        true
+    }
+}
+
+/// Values that only this process writes.
+#[derive(Debug)]
+pub struct ArrayWriter<T> {
+    memory: SharedMemory,
+    offset: usize,
+    count: u32,
+    value: PhantomData<fn(T)>,
+}
+
+impl<T: Pod> ArrayWriter<T> {
+    /// Values in the array.
+    #[inline]
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// Stores one value.
+    ///
+    /// # Panics
+    /// When `index` is not below the count.
+    #[inline]
+    pub fn write(&self, index: u32, value: T) {
+        assert!(index < self.count, "index {index} of an array of {}", self.count);
+        // SAFETY: the array and the permission to write were checked when `self` was made, and
+        // the index is below the count.
+        unsafe { self.memory.write_unchecked(self.offset + index as usize * size_of::<T>(), value) }
+    }
+}
+
 #[inline]
 fn slot_offset<R>(start: usize, mask: u32, position: u64) -> usize {
     start + (position & u64::from(mask)) as usize * size_of::<R>()
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn heap_words_keep_the_alignment_of_mapped_ones() {
+        for bytes in [0, 1, 128, 129, 5000] {
+            let memory = SharedMemory::heap(bytes);
+            assert!(memory.bytes() >= bytes && memory.bytes().is_multiple_of(128));
+            assert_eq!(memory.address(0).addr() % 128, 0);
+        }
+    }
+
+    #[test]
+    fn values_are_copied_by_the_widest_word_that_fits() {
+        let memory = SharedMemory::heap(256);
+        memory.write(8, [1_u64, 2, 3]);
+        assert_eq!(memory.read::<[u64; 3]>(8), [1, 2, 3]);
+        assert_eq!(memory.read::<u32>(8), 1);
+        memory.write(36, [7_u32, 8, 9]);
+        assert_eq!(memory.read::<[u32; 3]>(36), [7, 8, 9]);
+    }
+
+    #[test]
+    fn accesses_outside_misaligned_or_forbidden_are_bugs() {
+        let memory = SharedMemory::heap(128);
+        fn panics<T>(access: impl FnOnce() -> T) -> bool {
+            catch_unwind(AssertUnwindSafe(access)).is_err()
+        }
+        assert!(!panics(|| memory.read::<u64>(120)));
+        assert!(panics(|| memory.read::<u64>(121)));
+        assert!(panics(|| memory.read::<u64>(124)));
+        assert!(panics(|| memory.read::<u64>(128)));
+        assert!(panics(|| memory.read::<u64>(usize::MAX - 7)));
+        assert!(panics(|| memory.read::<[u64; 17]>(0)));
+        assert!(panics(|| memory.slot_reader::<[u64; 8]>(0, 4)));
+        assert!(panics(|| memory.slot_reader::<u64>(0, 3)));
+        assert!(panics(|| memory.slot_reader::<u64>(0, 0)));
+        assert!(panics(|| memory.word_reader::<u64>(128)));
+        assert!(panics(|| memory.array_reader::<u64>(8, 16)));
+        assert!(panics(|| memory.array_reader::<u64>(0, u32::MAX)));
+        assert!(panics(|| memory.array_reader::<u64>(0, 16).read(16)));
+        assert!(panics(|| memory.array_writer::<u64>(0, 16).write(16, 0)));
+        assert!(!panics(|| memory.array_writer::<u64>(0, 16).write(15, 0)));
+        let read_only = memory.read_only();
+        assert!(panics(|| read_only.write(0, 1_u64)));
+        assert!(panics(|| read_only.store_release(0, 1_u32)));
+        assert!(panics(|| read_only.word_writer::<u64>(0)));
+        assert!(panics(|| read_only.array_writer::<u64>(0, 4)));
+        assert!(panics(|| read_only.slot_writer::<u64>(0, 4)));
+        assert_eq!(memory.read::<u64>(0), 0);
+    }
+
+    #[test]
+    fn ranges_are_copied_whole_or_not_at_all() {
+        let memory = SharedMemory::heap(128);
+        let writer = memory.array_writer::<u64>(64, 8);
+        (0..8).for_each(|i| writer.write(i, u64::from(i)));
+        let reader = memory.array_reader::<u64>(64, 8);
+        assert_eq!((reader.count(), reader.read(3)), (8, 3));
+        let mut values = vec![9];
+        assert!(reader.read_range(5, 3, &mut values));
+        assert_eq!(values, [5, 6, 7]);
+        for (start, len) in [(5, 4), (9, 0), (u32::MAX, 1), (1, u32::MAX)] {
+            assert!(!reader.read_range(start, len, &mut values));
+            assert!(values.is_empty());
+        }
+    }
+
+    #[test]
+    fn slots_wrap_by_position() {
+        let memory = SharedMemory::heap(128);
+        let slots = memory.slot_writer::<u64>(64, 4);
+        for position in [0, 1, 2, 3, u64::MAX] {
+            slots.write(position, position);
+        }
+        assert_eq!(memory.read::<[u64; 4]>(64), [0, 1, 2, u64::MAX]);
+        assert_eq!(memory.slot_reader::<u64>(64, 4).read(7), u64::MAX);
+    }
 }

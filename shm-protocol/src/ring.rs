@@ -194,6 +194,7 @@ impl<R: RingRecord> Producer<R> {
         if let Some(violation) = self.violation {
             return Err(violation);
         }
+        // `ring-release`
         let to = self.head.load_acquire();
         let from = self.consumed;
         let outstanding = self.published.wrapping_sub(from);
@@ -280,10 +281,12 @@ impl<R: RingRecord> Consumer<R> {
     #[inline]
     pub fn pop(&mut self) -> Result<Option<R>, RingViolation> {
         if self.position == self.available {
-            self.refresh()?;
-            if self.position == self.available {
+            // `ring-publish`
+            let tail = self.tail.load_acquire();
+            if tail == self.position && self.violation.is_none() {
                 return Ok(None);
             }
+            self.advance(tail)?;
         }
         let record = self.slots.read(self.position);
         if record.sequence() != self.position {
@@ -305,17 +308,7 @@ impl<R: RingRecord> Consumer<R> {
         true
     }
 
-    /// Reads the producer's index (`ring-publish`) and checks it against what it can be.
-    #[inline]
-    fn refresh(&mut self) -> Result<(), RingViolation> {
-        let to = self.tail.load_acquire();
-        // The usual answer of a poll.
-        if to == self.available && self.violation.is_none() {
-            return Ok(());
-        }
-        self.advance(to)
-    }
-
+    /// Checks an index of the producer (`ring-publish`) against what it can be, and adopts it.
     fn advance(&mut self, to: u64) -> Result<(), RingViolation> {
         if let Some(violation) = self.violation {
             return Err(violation);
@@ -341,7 +334,7 @@ impl<R: RingRecord> Consumer<R> {
     fn wrong_sequence(&mut self, found: u64) -> RingViolation {
         let violation = RingViolation::WrongSequence { position: self.position, found };
         self.violation = Some(violation);
-        // Sends every later `pop` through `refresh`, which knows about the violation.
+        // Sends every later `pop` to `advance`, which knows about the violation.
         self.available = self.position;
         violation
     }

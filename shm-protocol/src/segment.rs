@@ -393,6 +393,7 @@ fn write_header(
             reserved: [0; 3],
         },
     );
+    // `header-version`: the receiver has the whole header if it has the version.
     memory.word_writer::<u32>(HEADER_VERSION).store_release(ABI_VERSION);
 }
 

@@ -163,7 +163,7 @@ proptest! {
 
 #[test]
 fn all_short_histories_match_a_queue() {
-    const LENGTH: u32 = 9;
+    const LENGTH: u32 = 8;
     for capacity in [1, 2, 4] {
         // Positions wrap in the middle of the longer histories.
         for start in [0, u64::MAX - 1] {

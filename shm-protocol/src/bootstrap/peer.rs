@@ -56,13 +56,14 @@ pub fn peer_credentials(socket: impl AsFd) -> Result<PeerCredentials, PeerError>
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     // Not through `socket_peercred`: its process id is never zero, but the kernel's is, for a
     // peer in a foreign process-id namespace.
-    let size = getsockopt(socket.as_fd(), libc::SO_PEERCRED, &mut credentials)
-        .map_err(|errno| PeerError::System { operation: "getsockopt(SO_PEERCRED)", errno })?;
+    let refused = |errno| PeerError::System { operation: "getsockopt(SO_PEERCRED)", errno };
+    let size = getsockopt(socket.as_fd(), libc::SO_PEERCRED, &mut credentials).map_err(refused)?;
     if size != size_of::<libc::ucred>() {
-        return Err(PeerError::System {
-            operation: "getsockopt(SO_PEERCRED)",
-            errno: Errno::INVAL,
-        });
+        return Err(refused(Errno::INVAL));
+    }
+    // What the kernel says of a socket that nobody connected to; no process has this user.
+    if credentials.uid == u32::MAX {
+        return Err(refused(Errno::NOTCONN));
     }
     let pid = u32::try_from(credentials.pid).unwrap_or(0);
     Ok(PeerCredentials { pid, uid: credentials.uid, gid: credentials.gid })
@@ -185,4 +186,96 @@ pub fn lock_path(socket: &Path) -> PathBuf {
     let mut path = socket.as_os_str().to_owned();
     path.push(".lock");
     PathBuf::from(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    fn sockets() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    #[test]
+    fn a_peer_is_named_by_process_and_user() {
+        let (ours, _theirs) = sockets();
+        let credentials = peer_credentials(&ours).unwrap();
+        assert_eq!(credentials.pid, std::process::id());
+        assert_eq!(credentials.uid, rustix::process::geteuid().as_raw());
+        assert_eq!(credentials.gid, rustix::process::getegid().as_raw());
+    }
+
+    #[test]
+    fn what_is_no_socket_has_no_peer() {
+        let unconnected =
+            rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        assert!(matches!(
+            peer_credentials(&unconnected),
+            Err(PeerError::System { errno: Errno::NOTCONN, .. })
+        ));
+        assert!(peer_pidfd(&unconnected).is_err());
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(matches!(
+            peer_credentials(&file),
+            Err(PeerError::System { errno: Errno::NOTSOCK, .. })
+        ));
+        assert!(matches!(peer_pidfd(&file), Err(PeerError::System { errno: Errno::NOTSOCK, .. })));
+    }
+
+    /// Both ways to a pidfd, on a peer that lives and then ends.
+    #[test]
+    fn a_pidfd_tells_that_its_process_has_ended() {
+        let direct = |socket: BorrowedFd<'_>| peer_pidfd(socket);
+        for pidfd_of in [direct, pidfd_of_credentials] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("socket");
+            let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+            // SAFETY: the child makes two system calls on what it inherited and never returns.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                let connected = std::os::unix::net::UnixStream::connect(&path);
+                while connected.is_ok() {
+                    // SAFETY: sleeps until the parent's signal, which ends the process.
+                    unsafe { libc::pause() };
+                }
+                // SAFETY: ends the child without running the parent's destructors.
+                unsafe { libc::_exit(1) };
+            }
+            assert!(child > 0);
+            let (socket, _) = listener.accept().unwrap();
+            let credentials = peer_credentials(&socket).unwrap();
+            assert_eq!(credentials.pid, child as u32);
+            let pidfd = pidfd_of(socket.as_fd()).unwrap();
+            assert!(!is_ready(pidfd.as_fd(), PollFlags::IN).unwrap());
+            let flags = rustix::io::fcntl_getfd(&pidfd).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+
+            let pid = Pid::from_raw(child).unwrap();
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+            let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
+            assert_eq!(rustix::event::poll(&mut polled, None), Ok(1));
+            rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty()).unwrap();
+            // Its number means nothing now; the descriptor still does.
+            assert!(is_ready(pidfd.as_fd(), PollFlags::IN).unwrap());
+            assert!(matches!(pidfd_of_credentials(socket.as_fd()), Err(PeerError::Gone)));
+        }
+    }
+
+    #[test]
+    fn the_socket_lies_where_its_user_may_write() {
+        let path = |runtime: Option<&str>, owns_run| {
+            default_path(runtime.map(OsString::from), owns_run, 1000, PathBuf::from("/tmp"))
+        };
+        assert_eq!(
+            path(Some("/run/user/1000"), true),
+            Path::new("/run/user/1000/orbitkv/manager.sock")
+        );
+        assert_eq!(path(None, true), Path::new("/run/orbitkv/manager.sock"));
+        assert_eq!(path(None, false), Path::new("/tmp/orbitkv-1000/manager.sock"));
+        assert_eq!(path(Some(""), false), Path::new("/tmp/orbitkv-1000/manager.sock"));
+        assert_eq!(path(Some("relative"), true), Path::new("/run/orbitkv/manager.sock"));
+        assert_eq!(lock_path(Path::new("/a/b.sock")), Path::new("/a/b.sock.lock"));
+    }
 }

@@ -213,7 +213,11 @@ fn receive<M: Message>(
         let announced = HEADER_BYTES as u64 + u64::from(header.body_bytes);
         return Err(TransportError::Length { found: bytes, announced });
     }
-    if flags.contains(ReturnFlags::CTRUNC) || header.descriptors as usize != descriptors.len() {
+    // The control buffer has room for alignment, in which one descriptor more may have come.
+    if flags.contains(ReturnFlags::CTRUNC)
+        || descriptors.len() > MESSAGE_DESCRIPTORS_MAX
+        || header.descriptors as usize != descriptors.len()
+    {
         return Err(TransportError::Descriptors {
             found: descriptors.len(),
             announced: header.descriptors,

@@ -1,0 +1,331 @@
+//! Goal: bootstrap messages and descriptors arrive whole or not at all; whatever a peer sends is
+//! refused with its cause; and no refused message leaves a descriptor behind.
+//!
+//! Method: a socket pair, one end of which sends raw datagrams. Tests take turns, because they
+//! count the descriptors of the process.
+#![cfg(not(loom))]
+
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use orbitkv_shm_protocol::bootstrap::message::{
+    ClientMessage, LAYOUT_SEGMENTS_MAX, MESSAGE_BYTES_MAX, MESSAGE_DESCRIPTORS_MAX, MESSAGE_MAGIC,
+    ManagerMessage, MemorySpec, MessageHeader, Refusal, RegionSpec, SegmentSpec,
+};
+use orbitkv_shm_protocol::bootstrap::transport::{
+    TransportError, receive_client, receive_manager, send,
+};
+use orbitkv_shm_protocol::layout::{ABI_VERSION, LAYOUT_FINGERPRINT};
+use proptest::prelude::{any, prop_assert_eq, proptest};
+use rustix::fs::MemfdFlags;
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+    sendmsg, socketpair,
+};
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// One test at a time: they count `/proc/self/fd`.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn sockets() -> (OwnedFd, OwnedFd) {
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn memfd(bytes: u64) -> OwnedFd {
+    let descriptor = rustix::fs::memfd_create(c"passed", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&descriptor, bytes).unwrap();
+    descriptor
+}
+
+fn hello() -> ClientMessage {
+    ClientMessage::Hello {
+        layout_fingerprint: LAYOUT_FINGERPRINT,
+        engine_id: "00112233445566778899aabbccddeeff".to_owned(),
+        ring_capacity: 256,
+        page_entries: 65_536,
+        done_words: 1,
+    }
+}
+
+fn header(body: usize, descriptors: usize) -> MessageHeader {
+    MessageHeader {
+        magic: MESSAGE_MAGIC,
+        abi: ABI_VERSION,
+        body_bytes: body as u32,
+        descriptors: descriptors as u32,
+    }
+}
+
+/// Sends a datagram as no correct peer does.
+fn send_raw(socket: &OwnedFd, parts: &[&[u8]], descriptors: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(descriptors)));
+    }
+    let parts: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
+    sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
+}
+
+/// What the Manager makes of one raw datagram; asserts that no descriptor stays open.
+fn refusal_of(parts: &[&[u8]], descriptors: usize) -> TransportError {
+    let (ours, theirs) = sockets();
+    let passed: Vec<OwnedFd> = (0..descriptors).map(|_| memfd(1)).collect();
+    let borrowed: Vec<BorrowedFd<'_>> = passed.iter().map(AsFd::as_fd).collect();
+    let before = open_descriptors();
+    send_raw(&theirs, parts, &borrowed);
+    let error = receive_client(&ours, SOON).unwrap_err();
+    assert_eq!(open_descriptors(), before, "a descriptor of a refused message stayed open");
+    error
+}
+
+#[test]
+fn messages_and_descriptors_arrive_in_both_directions() {
+    let _turn = turn();
+    let before = open_descriptors();
+    {
+        let (manager, client) = sockets();
+        send(&client, &hello(), &[], SOON).unwrap();
+        let (message, descriptors) = receive_client(&manager, SOON).unwrap();
+        assert_eq!(message, hello());
+        assert!(descriptors.is_empty());
+
+        let passed: Vec<OwnedFd> =
+            (0..MESSAGE_DESCRIPTORS_MAX).map(|i| memfd(i as u64 + 1)).collect();
+        let borrowed: Vec<BorrowedFd<'_>> = passed.iter().map(AsFd::as_fd).collect();
+        let refused =
+            ManagerMessage::Refused { refusal: Refusal::Draining, message: "stopping".to_owned() };
+        send(&manager, &refused, &borrowed, SOON).unwrap();
+        let (message, descriptors) = receive_manager(&client, SOON).unwrap();
+        assert_eq!(message, refused);
+        assert_eq!(descriptors.len(), MESSAGE_DESCRIPTORS_MAX);
+        for (ours, theirs) in passed.iter().zip(&descriptors) {
+            let (ours, stat) =
+                (rustix::fs::fstat(ours).unwrap(), rustix::fs::fstat(theirs).unwrap());
+            assert_eq!((ours.st_ino, ours.st_size), (stat.st_ino, stat.st_size));
+            let flags = rustix::io::fcntl_getfd(theirs).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        }
+    }
+    assert_eq!(open_descriptors(), before);
+}
+
+#[test]
+fn the_largest_region_fits_a_message() {
+    let _turn = turn();
+    let segment =
+        SegmentSpec { memory: u32::MAX, offset: u64::MAX, stride: u64::MAX, length: u64::MAX };
+    let message = ClientMessage::RegisterRegion(RegionSpec {
+        scope: u32::MAX,
+        pages: u32::MAX,
+        segments: vec![segment; LAYOUT_SEGMENTS_MAX],
+    });
+    let (manager, client) = sockets();
+    send(&client, &message, &[], SOON).unwrap();
+    assert_eq!(receive_client(&manager, SOON).unwrap().0, message);
+}
+
+#[test]
+fn what_is_too_large_is_not_sent() {
+    let _turn = turn();
+    let (manager, client) = sockets();
+    let refused = |bytes| ManagerMessage::Refused {
+        refusal: Refusal::BadMessage,
+        message: "x".repeat(bytes),
+    };
+    let error = send(&manager, &refused(MESSAGE_BYTES_MAX), &[], SOON).unwrap_err();
+    assert!(matches!(error, TransportError::TooLong { max: MESSAGE_BYTES_MAX }), "{error}");
+    let one = memfd(1);
+    let many = [one.as_fd(); MESSAGE_DESCRIPTORS_MAX + 1];
+    let error = send(&manager, &refused(1), &many, SOON).unwrap_err();
+    assert!(matches!(error, TransportError::Descriptors { found: 5, .. }), "{error}");
+    // Nothing went out, and the socket still works: with the longest message that fits, too.
+    let rest = serde_json::to_vec(&refused(0)).unwrap().len() + size_of::<MessageHeader>();
+    let longest = refused(MESSAGE_BYTES_MAX - rest);
+    send(&manager, &longest, &[], SOON).unwrap();
+    assert_eq!(receive_manager(&client, SOON).unwrap().0, longest);
+    assert!(matches!(
+        receive_manager(&client, Duration::ZERO).unwrap_err(),
+        TransportError::TimedOut(_)
+    ));
+}
+
+#[test]
+fn an_oversized_datagram_is_refused() {
+    let _turn = turn();
+    let body = vec![b' '; MESSAGE_BYTES_MAX];
+    let error = refusal_of(&[bytemuck::bytes_of(&header(body.len(), 2)), &body], 2);
+    assert!(matches!(error, TransportError::TooLong { max: MESSAGE_BYTES_MAX }), "{error}");
+}
+
+#[test]
+fn a_truncated_datagram_is_refused() {
+    let _turn = turn();
+    let body = serde_json::to_vec(&hello()).unwrap();
+    let header = header(body.len(), 1);
+    let header_bytes = bytemuck::bytes_of(&header);
+    for cut in 1..header_bytes.len() {
+        let error = refusal_of(&[&header_bytes[..cut]], 1);
+        assert!(
+            matches!(error, TransportError::Length { found, announced: 16 } if found == cut),
+            "{error}"
+        );
+    }
+    for cut in [0, 1, body.len() - 1] {
+        let error = refusal_of(&[header_bytes, &body[..cut]], 1);
+        assert!(
+            matches!(error, TransportError::Length { found, announced }
+                if found == 16 + cut && announced == 16 + body.len() as u64),
+            "{error}"
+        );
+    }
+    // Longer than announced is no better.
+    let error = refusal_of(&[header_bytes, &body, b" "], 1);
+    assert!(matches!(error, TransportError::Length { .. }), "{error}");
+}
+
+#[test]
+fn a_wrong_magic_is_refused() {
+    let _turn = turn();
+    let body = serde_json::to_vec(&hello()).unwrap();
+    let wrong = MessageHeader { magic: 0x1234_5678, ..header(body.len(), 1) };
+    let error = refusal_of(&[bytemuck::bytes_of(&wrong), &body], 1);
+    assert!(matches!(error, TransportError::Magic { found: 0x1234_5678 }), "{error}");
+}
+
+/// The header is read before anything else that another version may have changed.
+#[test]
+fn another_version_is_refused_by_name_whatever_its_body() {
+    let _turn = turn();
+    let wrong = MessageHeader { abi: 77, ..header(1 << 30, 9) };
+    for body in [&b"not json"[..], b"", &[0; 3000]] {
+        let error = refusal_of(&[bytemuck::bytes_of(&wrong), body], 2);
+        assert!(
+            matches!(error, TransportError::AbiMismatch { ours: ABI_VERSION, theirs: 77 }),
+            "{error}"
+        );
+        let message = error.to_string();
+        assert!(message.contains("77") && message.contains(&ABI_VERSION.to_string()), "{message}");
+    }
+}
+
+#[test]
+fn a_body_that_is_no_message_is_refused() {
+    let _turn = turn();
+    let other_direction = serde_json::to_vec(&ManagerMessage::Memory { memory: 1 }).unwrap();
+    let unknown_field =
+        br#"{"type":"evict","tier":"dram","timeout_ms":1,"surprise":true}"#.as_slice();
+    let deep = "[".repeat(100_000).into_bytes();
+    for body in [
+        b"".as_slice(),
+        b"garbage",
+        b"{}",
+        b"\xff\xfe\x00",
+        br#"{"type":"hello"}"#,
+        br#"{"type":"evict","tier":"dram","timeout_ms":-1}"#,
+        br#"{"type":"evict","tier":"dram","timeout_ms":1}trailing"#,
+        unknown_field,
+        &other_direction,
+        &deep,
+    ] {
+        let error = refusal_of(&[bytemuck::bytes_of(&header(body.len(), 3)), body], 3);
+        assert!(matches!(error, TransportError::Body(_)), "{error}");
+    }
+}
+
+#[test]
+fn a_wrong_number_of_descriptors_is_refused() {
+    let _turn = turn();
+    let body = serde_json::to_vec(&hello()).unwrap();
+    for (announced, attached) in [(0, 1), (1, 0), (2, 1), (1, 2), (4, 5), (5, 5), (64, 64)] {
+        let error =
+            refusal_of(&[bytemuck::bytes_of(&header(body.len(), announced)), &body], attached);
+        assert!(matches!(error, TransportError::Descriptors { .. }), "{announced}: {error}");
+    }
+}
+
+#[test]
+fn a_peer_that_is_gone_or_silent_is_told_apart() {
+    let _turn = turn();
+    let (ours, theirs) = sockets();
+    for wait in [Duration::ZERO, Duration::from_millis(3)] {
+        let error = receive_client(&ours, wait).unwrap_err();
+        assert!(matches!(error, TransportError::TimedOut(said) if said == wait), "{error}");
+    }
+    // What was sent before the peer went is still received.
+    send(&theirs, &hello(), &[], SOON).unwrap();
+    drop(theirs);
+    assert_eq!(receive_client(&ours, SOON).unwrap().0, hello());
+    assert!(matches!(receive_client(&ours, SOON).unwrap_err(), TransportError::Closed));
+    let refused = ManagerMessage::Memory { memory: 1 };
+    assert!(matches!(send(&ours, &refused, &[], SOON).unwrap_err(), TransportError::Closed));
+}
+
+#[test]
+fn a_peer_that_does_not_read_stops_the_sender_only_until_its_timeout() {
+    let _turn = turn();
+    let (ours, _theirs) = sockets();
+    let message =
+        ManagerMessage::Refused { refusal: Refusal::Draining, message: "x".repeat(50_000) };
+    let error = (0..1000)
+        .find_map(|_| send(&ours, &message, &[], Duration::from_millis(2)).err())
+        .expect("a socket buffer is finite");
+    assert!(matches!(error, TransportError::TimedOut(_)), "{error}");
+}
+
+#[test]
+fn memory_descriptions_survive_the_journey() {
+    let _turn = turn();
+    let (manager, client) = sockets();
+    let memory = memfd(8192);
+    for spec in [
+        MemorySpec::Memfd { bytes: 8192 },
+        MemorySpec::Process {
+            address: u64::MAX,
+            bytes: 1 << 40,
+            nonce_address: 0x7fff_ffff_f000,
+            nonce: u64::MAX - 1,
+        },
+    ] {
+        let message = ClientMessage::RegisterMemory(spec);
+        send(&client, &message, &[memory.as_fd()], SOON).unwrap();
+        let (received, descriptors) = receive_client(&manager, SOON).unwrap();
+        assert_eq!(received, message);
+        assert_eq!(rustix::fs::fstat(&descriptors[0]).unwrap().st_size, 8192);
+    }
+}
+
+proptest! {
+    /// Whatever a datagram holds, it is a message or an error, and leaves no descriptor.
+    #[test]
+    fn arbitrary_datagrams_are_refused_cleanly(
+        bytes in proptest::collection::vec(any::<u8>(), 1..300),
+        plausible_header: bool,
+        descriptors in 0_usize..8,
+    ) {
+        let _turn = turn();
+        let (ours, theirs) = sockets();
+        let passed: Vec<OwnedFd> = (0..descriptors).map(|_| memfd(1)).collect();
+        let borrowed: Vec<BorrowedFd<'_>> = passed.iter().map(AsFd::as_fd).collect();
+        let before = open_descriptors();
+        let header = header(bytes.len(), descriptors);
+        if plausible_header {
+            send_raw(&theirs, &[bytemuck::bytes_of(&header), &bytes], &borrowed);
+        } else {
+            send_raw(&theirs, &[&bytes], &borrowed);
+        }
+        drop(receive_client(&ours, SOON));
+        prop_assert_eq!(open_descriptors(), before);
+    }
+}
