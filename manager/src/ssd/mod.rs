@@ -39,6 +39,8 @@ mod writer;
 mod conformance;
 #[cfg(test)]
 mod fake;
+#[cfg(test)]
+mod worker_tests;
 
 pub use counters::DeviceSnapshot;
 pub use device::{DeviceInfo, DeviceStatus, Health, Notify};
