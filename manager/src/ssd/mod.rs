@@ -14,6 +14,7 @@
 
 mod blocking;
 mod breaker;
+mod claim;
 mod counters;
 mod device;
 mod engine;
