@@ -44,6 +44,11 @@ impl RunFolder {
         self.socket_folder.as_ref().unwrap_or(&self.folder).path().join("manager.socket")
     }
 
+    /// Path of the Manager's log.
+    pub(crate) fn log(&self) -> PathBuf {
+        self.folder.path().join("manager.log")
+    }
+
     /// Path of a file of the SSD tier.
     pub(crate) fn ssd_file(&self) -> PathBuf {
         self.folder.path().join("ssd.okv")

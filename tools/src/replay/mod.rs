@@ -232,7 +232,7 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
     let (socket, private) = match &run.server {
         Server::Socket(socket) => (socket.clone(), None),
         Server::Spawn(flags) => {
-            let manager = Manager::start(&run.folder.socket(), flags)?;
+            let manager = Manager::start(&run.folder.socket(), &run.folder.log(), flags)?;
             (manager.socket().to_owned(), Some(manager))
         }
     };
