@@ -45,8 +45,7 @@ pub(crate) fn run(outputs: OutputArgs) -> Result<Exit, ToolError> {
         time_scale: 0.0,
         reattach: Duration::from_secs(5),
         seed: SEED,
-        server: Server::Spawn(flags),
-        folder,
+        server: Server::Spawn { folder, flags },
     };
     replay::execute(run, outputs)
 }

@@ -1,13 +1,12 @@
 //! A private Manager: `orbitkv serve` in a process of its own.
 
-use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::io::{self, BufRead, BufReader, Read};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,20 +20,24 @@ const READY_TIMEOUT: Duration = Duration::from_secs(120);
 /// A stop ends within 10 s whatever clients do; then the process is killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(12);
 const PAUSE: Duration = Duration::from_millis(20);
-/// Last lines of its log that are kept for an error message.
-const LOG_LINES_MAX: usize = 64;
 
 /// A running Manager. Dropping it kills the process.
 pub(super) struct Manager {
     child: Child,
     socket: PathBuf,
-    log: Arc<Mutex<VecDeque<String>>>,
+    log: PathBuf,
 }
 
 impl Manager {
     /// Starts `orbitkv serve` with `arguments` and waits until it is ready.
-    pub(super) fn start(socket: &Path, arguments: &[OsString]) -> Result<Self, ToolError> {
+    pub(super) fn start(
+        socket: &Path,
+        log: &Path,
+        arguments: &[OsString],
+    ) -> Result<Self, ToolError> {
         let system = |operation| move |source| ToolError::System { operation, source };
+        let log_path = log.to_owned();
+        let log = File::create(log).map_err(system("make the log of orbitkv serve"))?;
         let program = std::env::current_exe().map_err(system("find this program"))?;
         let mut child = Command::new(program)
             .arg("serve")
@@ -46,13 +49,10 @@ impl Manager {
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            // A file and not a pipe: the Manager may outlive this process for a moment.
+            .stderr(log)
             .spawn()
             .map_err(system("start orbitkv serve"))?;
-        let log = Arc::default();
-        if let Some(stderr) = child.stderr.take() {
-            keep_last_lines(stderr, &log);
-        }
         let (sender, lines) = channel();
         if let Some(stdout) = child.stdout.take() {
             thread::spawn(move || {
@@ -62,7 +62,7 @@ impl Manager {
                 }
             });
         }
-        let mut manager = Self { child, socket: socket.to_owned(), log };
+        let mut manager = Self { child, socket: socket.to_owned(), log: log_path };
         let end = Instant::now() + READY_TIMEOUT;
         loop {
             signal::check()?;
@@ -100,8 +100,10 @@ impl Manager {
             },
             None => (Exit::System, "not ready within 120 s"),
         };
-        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        let message = log.back().map_or(fallback, String::as_str).into();
+        let log = fs::read(&self.log).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        let last = log.lines().last().unwrap_or(fallback);
+        let message = last.trim_start_matches("orbitkv: ").into();
         ToolError::ManagerStart { exit, message }
     }
 
@@ -124,18 +126,4 @@ impl Drop for Manager {
             let _reaped = self.child.wait();
         }
     }
-}
-
-fn keep_last_lines(stderr: impl Read + Send + 'static, log: &Arc<Mutex<VecDeque<String>>>) {
-    let log = Arc::clone(log);
-    thread::spawn(move || {
-        let lines: io::Lines<_> = BufReader::new(stderr).lines();
-        for line in lines.map_while(Result::ok) {
-            let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
-            if log.len() == LOG_LINES_MAX {
-                log.pop_front();
-            }
-            log.push_back(line);
-        }
-    });
 }

@@ -145,8 +145,13 @@ fn time_scale(text: &str) -> Result<f64, String> {
 
 /// Where the Manager comes from.
 pub(crate) enum Server {
-    /// A private one, with these flags of `serve`.
-    Spawn(Vec<OsString>),
+    /// A private one, with its own folder and these flags of `serve`.
+    Spawn {
+        /// Holds its socket and its log, and goes with the run.
+        folder: RunFolder,
+        /// Flags of `serve` besides `--socket`.
+        flags: Vec<OsString>,
+    },
     /// The one at a socket.
     Socket(PathBuf),
 }
@@ -167,8 +172,6 @@ pub(crate) struct Run {
     pub(crate) reattach: Duration,
     pub(crate) seed: u64,
     pub(crate) server: Server,
-    /// Folder for the socket of a private Manager.
-    pub(crate) folder: RunFolder,
 }
 
 /// Runs the verb.
@@ -186,7 +189,7 @@ pub(crate) fn run(args: ReplayArgs) -> Result<Exit, ToolError> {
     let requests = TraceReader::open(&args.trace)?.take(requests_count as usize);
     let server = match &args.socket {
         Some(socket) => Server::Socket(socket.clone()),
-        None => Server::Spawn(serve_flags(&args)),
+        None => Server::Spawn { folder: RunFolder::new(false)?, flags: serve_flags(&args) },
     };
     let run = Run {
         name: info.name,
@@ -202,7 +205,6 @@ pub(crate) fn run(args: ReplayArgs) -> Result<Exit, ToolError> {
         reattach: args.reattach,
         seed: args.seed,
         server,
-        folder: RunFolder::new(false)?,
     };
     execute(run, args.outputs)
 }
@@ -231,8 +233,8 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
     signal::install()?;
     let (socket, private) = match &run.server {
         Server::Socket(socket) => (socket.clone(), None),
-        Server::Spawn(flags) => {
-            let manager = Manager::start(&run.folder.socket(), flags)?;
+        Server::Spawn { folder, flags } => {
+            let manager = Manager::start(&folder.socket(), &folder.log(), flags)?;
             (manager.socket().to_owned(), Some(manager))
         }
     };
