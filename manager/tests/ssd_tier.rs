@@ -720,10 +720,12 @@ fn a_failing_start_leaves_no_file_behind() {
     let too_small = Bench::try_open(&config(&path, MIB, EngineChoice::Auto)).err().unwrap();
     assert!(matches!(too_small, SsdError::Capacity { .. }), "{too_small}");
     assert!(!path.exists());
+    let below_nothing = folder.path().join("missing").join("tier");
+    let error = Bench::try_open(&config(&below_nothing, 100 * MIB, EngineChoice::Auto));
+    assert!(matches!(error.map(drop), Err(SsdError::FolderMissing { .. })));
     let too_large = Bench::try_open(&config(&path, 32 << 40, EngineChoice::Auto)).err().unwrap();
     match too_large {
         SsdError::NoSpace { want, free, .. } => assert!(free < want),
-        // ext4 with 4 KiB blocks ends at 16 TiB.
         other => panic!("{other}"),
     }
     assert!(!path.exists());
@@ -827,6 +829,9 @@ fn a_device_that_fails_is_left_alone_and_comes_back() {
         }
     }
     assert!(failures >= 8, "{failures} failures are no reason");
+    let counters = bench.tier.status().next().unwrap().counters;
+    assert_eq!(counters.read_faults[IoFault::Short.index()], failures);
+    assert_eq!((counters.read_faults[IoFault::Off.index()], counters.reading), (1, 0));
     assert_eq!(bench.tier.status().next().unwrap().health, Health::WriteOnly);
     // It heals. Zeros are there now, not the page, which is no fault of the device.
     file.set_len(length).unwrap();
@@ -838,6 +843,40 @@ fn a_device_that_fails_is_left_alone_and_comes_back() {
     };
     assert_eq!(healed, Some(IoFault::Checksum));
     assert_eq!(bench.tier.status().next().unwrap().health, Health::Healthy);
+}
+
+#[test]
+fn a_full_queue_says_so_and_what_it_took_still_ends() {
+    fn is_send<T: Send>(_: &T) {}
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let mut bench = Bench::open(&config(&path, 100 * MIB, EngineChoice::Auto));
+    is_send(&bench.tier);
+    let page = bench.write(hash(1), 4 * KIB);
+    let extent = bench.extent(4 * KIB);
+    let mut taken = 0_u64;
+    // Unpolled ends count as out, so that they can never be lost.
+    let refused = loop {
+        let order = ReadOrder {
+            ticket: Ticket(1000 + taken),
+            slot: page.slot,
+            extent,
+            image_bytes: 4 * KIB,
+            checksum: page.image.checksum,
+        };
+        match bench.tier.submit_read(order) {
+            Ok(()) => taken += 1,
+            Err(full) => break full,
+        }
+        assert!(taken < 1_000_000, "the queue has no end");
+    };
+    assert_eq!(refused, orbitkv_manager::ssd::QueueFull);
+    for _ in 0..taken {
+        let SsdEnd::Read { fault, .. } = bench.end() else { panic!() };
+        assert_eq!(fault, None);
+    }
+    assert_eq!(bench.tier.poll(), None);
+    assert_eq!(bench.read(&page), None, "there is room again");
 }
 
 #[test]

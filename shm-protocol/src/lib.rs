@@ -97,9 +97,10 @@
 //! its request and consuming its completion; if it does, the Manager has one copy of whatever was
 //! there, and uses only the copy.
 //!
-//! `tests/loom.rs` runs the real ring and doorbell over loom's memory model (every interleaving
-//! and stale load of one producer and one consumer; up to three preemptions with two ringers of
-//! one [`doorbell::ControlBell`]) and checks that leaving out either fence deadlocks the model.
+//! `tests/loom.rs` runs the real ring and doorbell over loom's memory model: every interleaving
+//! and stale load of one producer and one consumer, and up to a few preemptions where they sleep
+//! repeatedly or two ringers share a [`doorbell::ControlBell`]. It also checks that leaving out
+//! either fence deadlocks the model.
 //!
 //! # Fork
 //!

@@ -108,21 +108,20 @@ fn records_cross_the_ring_whole_and_in_order() {
     }
 }
 
-/// One producer that publishes two records with a ring after each, one consumer that sleeps
+/// One producer that publishes `records` with a ring after each, one consumer that sleeps
 /// whenever it finds nothing.
-fn sleeping_consumer() {
-    const RECORDS: u64 = 2;
+fn sleeping_consumer(records: u64) {
     let (mut producer, mut consumer) = ring(2);
     let (mut ringer, sleeper) = bell();
     let pushing = thread::spawn(move || {
-        for _ in 0..RECORDS {
+        for _ in 0..records {
             producer.push(record).unwrap();
             producer.publish();
             ringer.ring();
         }
     });
     let mut popped = 0;
-    while popped < RECORDS {
+    while popped < records {
         if let Some(found) = consumer.pop().unwrap() {
             assert_eq!(found, record(popped));
             popped += 1;
@@ -140,7 +139,9 @@ fn sleeping_consumer() {
 #[test]
 fn no_wake_is_lost() {
     let _one = ONE_MODEL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    model(None, sleeping_consumer);
+    model(None, || sleeping_consumer(1));
+    // Two sleeps, of which the second must not be mistaken for the first.
+    model(Some(5), || sleeping_consumer(2));
 }
 
 #[test]
@@ -154,7 +155,7 @@ fn either_fence_alone_loses_wakes() {
         for side in omitted {
             omit_fence(*side, true);
         }
-        let outcome = catch_unwind(AssertUnwindSafe(|| model(None, sleeping_consumer)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| model(None, || sleeping_consumer(1))));
         for side in omitted {
             omit_fence(*side, false);
         }

@@ -217,5 +217,6 @@ fn a_goodbye_in_the_segment_is_heard_without_a_system_call() {
     assert_eq!((told.operation, told.status), (ping, Status::Ok));
     let told = rig.client.poll().unwrap().unwrap();
     assert_eq!((told.operation, told.status), (save, Status::Gone));
+    assert_eq!(rig.client.ping(), Err(SubmitError::ManagerGone(Gone::Closed)));
     assert_eq!(rig.client.poll(), Err(Gone::Closed));
 }

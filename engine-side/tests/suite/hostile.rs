@@ -14,7 +14,7 @@ use orbitkv_engine::{
     SubmitError,
 };
 use orbitkv_shm_protocol::ids::OperationId;
-use orbitkv_shm_protocol::layout::{COMPLETION_TAIL, RING_OFFSET};
+use orbitkv_shm_protocol::layout::{COMPLETION_TAIL, REQUEST_HEAD, RING_OFFSET};
 use orbitkv_shm_protocol::record::{self, CompletionRecord, PageResult, Tier};
 use orbitkv_shm_protocol::ring::RingViolation;
 use orbitkv_shm_protocol::segment::ManagerSide;
@@ -242,6 +242,52 @@ fn a_cancel_must_not_overtake_its_target() {
     while rig.client.wait(PATIENCE).is_ok_and(|told| told.is_some()) {}
     let fault = ProtocolFault::CancelledTooEarly { target: target.id() };
     assert_eq!(rig.client.poll(), Err(Gone::Protocol(fault)));
+}
+
+/// One lap of the request ring, so that the next request needs a slot back.
+fn lap(rig: &mut Rig) {
+    for _ in 0..rig.client.limits().ring_capacity {
+        rig.client.ping().unwrap();
+        rig.next();
+    }
+}
+
+/// Goal: a Manager that keeps the slots of the request ring blocks its client, and costs it no
+/// credit and no range. Method: one lap, then more refusals than the table has ranges.
+#[test]
+fn a_request_ring_that_stays_full_blocks_and_keeps_nothing() {
+    let twin = Twin::start();
+    let connect = Connect::new(twin.path()).ring_capacity(64).page_entries(1024);
+    let mut rig = Rig::over(connect.connect().unwrap());
+    twin.with(|server| server.seats[0].hoards = true);
+    lap(&mut rig);
+    let names = hashes(1, 100);
+    for _ in 0..100 {
+        assert_eq!(rig.client.prepare(&rig.scope, &names), Err(SubmitError::WouldBlock));
+    }
+    assert_eq!(rig.client.outstanding(), 0);
+    twin.with(|server| server.seats[0].hoards = false);
+    twin.with(|_| ());
+    assert!(rig.client.prepare(&rig.scope, &names).is_ok());
+    assert_eq!(rig.next().kind, RequestKind::Prepare);
+}
+
+/// Goal: an impossible index of the request ring ends the session too. Method: after one lap the
+/// next request looks at it.
+#[test]
+fn the_request_index_must_not_jump_or_step_back() {
+    for head in [65, u64::MAX, 1 << 63] {
+        let twin = Twin::start();
+        let mut rig = Rig::over(Connect::new(twin.path()).ring_capacity(64).connect().unwrap());
+        lap(&mut rig);
+        twin.with(move |server| {
+            scribble(&server.seats[0].side, REQUEST_HEAD, &head.to_ne_bytes());
+        });
+        let Err(SubmitError::ManagerGone(gone)) = rig.client.ping() else { panic!("{head}") };
+        assert!(matches!(gone, Gone::Protocol(ProtocolFault::Ring(_))), "{gone:?}");
+        assert_eq!(rig.client.outstanding(), 0, "the ping was not staged");
+        assert_eq!(rig.client.poll(), Err(gone));
+    }
 }
 
 /// Goal: page results are checked before an engine acts on them. Method: results of another

@@ -132,6 +132,8 @@ pub(crate) struct Seat {
     /// Requests taken so far.
     pub(crate) taken: u64,
     pub(crate) is_open: bool,
+    /// Slots of the request ring are not given back.
+    pub(crate) hoards: bool,
 }
 
 /// How the twin reaches memory of the engine.
@@ -246,6 +248,7 @@ impl Server {
             held: Vec::new(),
             taken: 0,
             is_open: true,
+            hoards: false,
         });
         true
     }
@@ -367,7 +370,9 @@ impl Seat {
             self.held.push((request, entries));
             is_busy = true;
         }
-        self.side.requests.release();
+        if !self.hoards {
+            self.side.requests.release();
+        }
         let mut at = 0;
         while at < self.held.len() {
             if hold.contains(&self.held[at].0.kind()) || !self.may_end(at, store) {

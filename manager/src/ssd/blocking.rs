@@ -68,7 +68,7 @@ impl BlockingEngine {
         };
         for _ in 0..threads.max(1) {
             let shared = shared.clone();
-            let name = String::from("orbitkv-ssd-io");
+            let name = String::from("ssd-io");
             engine
                 .threads
                 .push(std::thread::Builder::new().name(name).spawn(move || serve(&shared))?);

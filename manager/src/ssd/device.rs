@@ -1,6 +1,7 @@
 //! One file with its three threads: a reader, a verifier and a writer.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::time::Instant;
 
@@ -140,13 +141,13 @@ impl Device {
             ends,
             notify: shared.notify.clone(),
         };
-        spawn("orbitkv-ssd-sum", shared, move || verifier.run(&to_check))?;
+        spawn("ssd-verify", shared, move || verifier.run(&to_check))?;
         let duty = {
             let (counters, activity) = (counters.clone(), activity.clone());
             move |engine| Reader::new(engine, geometry, counters, activity, results)
         };
         let read_made =
-            spawn_worker("orbitkv-ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;
+            spawn_worker("ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;
 
         let (write, orders, ends) = Side::new(WRITE_QUEUE + RECORD_QUEUE, WRITE_QUEUE)?;
         let parts = WriterParts {
@@ -158,7 +159,7 @@ impl Device {
             notify: shared.notify.clone(),
         };
         let write_made = spawn_worker(
-            "orbitkv-ssd-write",
+            "ssd-write",
             shared,
             spec(WRITE_DEPTH, &write.wake),
             orders,
@@ -188,15 +189,28 @@ impl Device {
     }
 
     pub(crate) fn submit_read(&mut self, order: ReadOrder) -> Result<(), Refusal> {
-        self.read.submit(order, READ_QUEUE)?;
-        self.counters.reading.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        Ok(())
+        // Before the worker can count it down.
+        self.counters.reading.fetch_add(1, Ordering::Relaxed);
+        let submitted = self.read.submit(order, READ_QUEUE);
+        match submitted {
+            Ok(()) => {}
+            Err(Refusal::Full) => _ = self.counters.reading.fetch_sub(1, Ordering::Relaxed),
+            Err(Refusal::Off) => self.counters.count_read(order.image_bytes, Some(IoFault::Off)),
+        }
+        submitted
     }
 
     pub(crate) fn submit_write(&mut self, order: WriteOrder) -> Result<(), Refusal> {
-        self.write.submit(WriterCommand::Write(order), WRITE_QUEUE)?;
-        self.counters.writing.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        Ok(())
+        self.counters.writing.fetch_add(1, Ordering::Relaxed);
+        let submitted = self.write.submit(WriterCommand::Write(order), WRITE_QUEUE);
+        match submitted {
+            Ok(()) => {}
+            Err(Refusal::Full) => _ = self.counters.writing.fetch_sub(1, Ordering::Relaxed),
+            Err(Refusal::Off) => {
+                self.counters.count_write(order.image.image_bytes, Some(IoFault::Off));
+            }
+        }
+        submitted
     }
 
     /// A command of the writer that has no end. False when the queue is full.

@@ -1,6 +1,6 @@
 //! A disk in memory that fails as told. Fault model: each chunk, when it is served, may be answered
-//! with an errno, moved in part (the rest of a read keeps its old bytes, the rest of a write never
-//! reaches the disk), or written with a flipped bit; chunks are served in any order.
+//! with an errno or moved in part (the rest of a read keeps its old bytes, the rest of a write never
+//! reaches the disk); chunks are served oldest or newest first.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -17,8 +17,6 @@ pub(crate) enum Fault {
     Errno(i32),
     /// Move this many bytes only.
     Short(u32),
-    /// Flip one bit of the byte at this position of the chunk, on the way.
-    Flip(u32),
 }
 
 type Plan = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
@@ -35,9 +33,21 @@ pub(crate) struct FakeEngine {
     queue: VecDeque<Chunk>,
     plan: Plan,
     newest_first: bool,
-    /// Offset, bytes and parts of everything that was served, in order.
-    pub(crate) served: Arc<Mutex<Vec<(Transfer, u64, u32, usize)>>>,
+    log: Log,
 }
+
+/// What an engine was asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Served {
+    pub(crate) offset: u64,
+    pub(crate) bytes: u32,
+    pub(crate) parts: usize,
+    /// Image bytes in flight at that time, its own included.
+    pub(crate) image_bytes_in_flight: u64,
+}
+
+/// Everything that was served, in order.
+pub(crate) type Log = Arc<Mutex<Vec<Served>>>;
 
 impl FakeEngine {
     pub(crate) fn new(
@@ -54,7 +64,7 @@ impl FakeEngine {
             queue: VecDeque::new(),
             plan: Box::new(|_| None),
             newest_first: false,
-            served: Arc::default(),
+            log: Log::default(),
         }
     }
 
@@ -68,6 +78,11 @@ impl FakeEngine {
     pub(crate) fn newest_first(mut self) -> Self {
         self.newest_first = true;
         self
+    }
+
+    /// Where everything that is served is written down.
+    pub(crate) fn log(&self) -> Log {
+        self.log.clone()
     }
 
     fn serve(&mut self, chunk: &mut Chunk) -> i32 {
@@ -104,11 +119,6 @@ impl FakeEngine {
             at += bytes;
             moved += bytes;
         }
-        if let Some(Fault::Flip(byte)) = fault {
-            disk[chunk.offset as usize + byte as usize] ^= 1;
-        }
-        let served = (chunk.transfer, chunk.offset, moved as u32, chunk.parts.len());
-        self.served.lock().unwrap().push(served);
         moved as i32
     }
 }
@@ -142,6 +152,13 @@ impl Engine for FakeEngine {
     fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
         let next = if self.newest_first { self.queue.pop_back() } else { self.queue.pop_front() };
         if let Some(mut chunk) = next {
+            let others: u64 = self.queue.iter().map(|other| u64::from(other.image_bytes())).sum();
+            self.log.lock().unwrap().push(Served {
+                offset: chunk.offset,
+                bytes: chunk.bytes(),
+                parts: chunk.parts.len(),
+                image_bytes_in_flight: others + u64::from(chunk.image_bytes()),
+            });
             let result = self.serve(&mut chunk);
             done.push(Done { chunk, result });
             return;

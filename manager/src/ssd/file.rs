@@ -139,13 +139,25 @@ impl SsdFile {
         Ok(())
     }
 
-    /// Fills `blocks` from `offset`. Shorter than asked is an error (`Errno::NODATA`).
+    /// Fills `blocks` from `offset`. A file that ends before is an error (`Errno::NODATA`).
     pub(crate) fn read_blocks(&self, blocks: &mut [Block], offset: u64) -> Result<(), SsdError> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(blocks);
         let len = bytes.len() as u64;
-        self.file
-            .read_exact_at(bytes, offset)
-            .map_err(|error| self.failed("read", offset, len, &error))
+        let failed = |errno| io_error("read", &self.path, offset, len, errno);
+        let mut done = 0;
+        while done < bytes.len() {
+            match rustix::io::pread(&self.file, &mut bytes[done..], offset + done as u64) {
+                // The rest after a part of a block would not be aligned; only the end of the file
+                // gives one.
+                Ok(moved) if moved == 0 || !moved.is_multiple_of(BLOCK_BYTES) => {
+                    return Err(failed(Errno::NODATA));
+                }
+                Ok(moved) => done += moved,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed(errno)),
+            }
+        }
+        Ok(())
     }
 
     /// Writes all of `blocks` at `offset`.

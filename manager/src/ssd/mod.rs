@@ -14,6 +14,7 @@
 
 mod blocking;
 mod breaker;
+mod claim;
 mod counters;
 mod device;
 mod engine;
@@ -39,6 +40,8 @@ mod writer;
 mod conformance;
 #[cfg(test)]
 mod fake;
+#[cfg(test)]
+mod worker_tests;
 
 pub use counters::DeviceSnapshot;
 pub use device::{DeviceInfo, DeviceStatus, Health, Notify};

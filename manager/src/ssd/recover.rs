@@ -252,3 +252,15 @@ pub(crate) fn drop_orphans(pages: &mut Vec<RecoveredPage>) -> u64 {
     pages.extend(kept.into_iter().map(|(_, page)| page));
     (before - pages.len()) as u64
 }
+
+/// The forgotten namespaces of all files: a file that was away while another forgot follows it.
+pub(crate) fn all_forgotten<'a>(states: impl Iterator<Item = &'a Superblock>) -> Vec<Forgotten> {
+    let mut all: Vec<Forgotten> = Vec::new();
+    for entry in states.flat_map(|state| &state.forgotten) {
+        match all.iter_mut().find(|known| known.namespace == entry.namespace) {
+            Some(known) => known.generation = known.generation.max(entry.generation),
+            None => all.push(*entry),
+        }
+    }
+    all
+}

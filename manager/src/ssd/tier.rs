@@ -1,33 +1,27 @@
 //! The tier as the reactor sees it: opened with what it recovered, told what to do, polled for ends.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::File;
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-
 use super::DEVICES_MAX;
+use super::claim::{Claimed, MadeFiles};
 use super::counters::DeviceCounters;
 use super::device::{Device, DeviceInfo, DeviceStatus, Notify, Refusal, Shared};
 use super::engine::{EngineChoice, EngineSpec, Resolved, resolve};
 use super::error::SsdError;
-use super::file::{Access, SsdFile};
-use super::format::{BLOCK_BYTES, FileId, Forgotten, SUPERBLOCK_COPIES, Superblock};
-use super::metadata::{self, Metadata};
+use super::format::Forgotten;
+use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
-use super::recover::{Census, SlotCounts, drop_orphans, scan};
+use super::recover::{Census, SlotCounts, all_forgotten, drop_orphans, scan};
 use super::worker::Control;
 use crate::core::{IoFault, RecoveredPage, Slot, Ticket};
 use crate::image::ImageMemory;
 
 /// How long the end of a tier waits for I/O that the kernel does not give back.
 const STUCK_IO_WAIT: Duration = Duration::from_secs(5);
-/// A blank file up to this length is taken for a new one.
-const BLANK_BYTES_MAX: u64 = 1 << 20;
 
 /// How the tier is made.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -108,7 +102,7 @@ impl SsdTier {
         let mut made = MadeFiles::default();
         let mut files = Vec::new();
         for path in &config.paths {
-            files.push(OpenFile::open(path, config, &mut made)?);
+            files.push(Claimed::open(path, config, &mut made)?);
         }
         let (census, forgotten) = survey(&files, resolved)?;
         let forgotten: Vec<Forgotten> =
@@ -135,8 +129,8 @@ impl SsdTier {
             alive,
         };
         let mut infos = Vec::new();
-        for open in files {
-            let info = open.start(&shared, &forgotten, &mut tier.devices)?;
+        for claimed in files {
+            let info = start(claimed, &shared, &forgotten, &mut tier.devices)?;
             infos.push(info);
         }
         made.keep();
@@ -307,155 +301,54 @@ impl Drop for SsdTier {
     }
 }
 
-/// Files that a failing start removes again.
-#[derive(Default)]
-struct MadeFiles(Vec<PathBuf>);
-
-impl MadeFiles {
-    fn keep(&mut self) {
-        self.0.clear();
+/// Brings the list of forgotten namespaces up to date and starts the workers.
+fn start(
+    claimed: Claimed,
+    shared: &Shared,
+    forgotten: &[Forgotten],
+    devices: &mut Vec<Device>,
+) -> Result<DeviceInfo, SsdError> {
+    let file = claimed.file;
+    let counters = Arc::new(DeviceCounters::default());
+    let mut metadata = Metadata::new(file.clone(), claimed.state, counters.clone());
+    if metadata.state().forgotten != forgotten {
+        metadata.change(|state| {
+            state.forgotten.clear();
+            for entry in forgotten {
+                state.forget(entry.namespace, entry.generation);
+            }
+        });
     }
-}
-
-impl Drop for MadeFiles {
-    fn drop(&mut self) {
-        for path in &self.0 {
-            let _ = std::fs::remove_file(path);
-        }
+    if claimed.changed || metadata.is_dirty() {
+        metadata.write_synced()?;
     }
-}
-
-/// A claimed file and its state, before its workers.
-struct OpenFile {
-    file: Arc<SsdFile>,
-    state: Superblock,
-    changed: bool,
-}
-
-impl OpenFile {
-    fn open(path: &Path, config: &SsdConfig, made: &mut MadeFiles) -> Result<Self, SsdError> {
-        let is_new = !path.exists();
-        let mut file = SsdFile::open(path, Access::Tier { direct: config.direct })?;
-        if is_new {
-            made.0.push(path.to_owned());
-        }
-        let files = config.paths.len() as u64;
-        let want = config.capacity_bytes / files / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
-        // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
-        // that was cut off.
-        let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {
-            format(&file, want, config.slot_bytes_max)?
-        } else {
-            metadata::load(&file)?
-        };
-        let changed = fit(&mut state, want, path)?;
-        file.reserve(state.geometry.capacity_bytes)?;
-        Ok(Self { file: Arc::new(file), state, changed })
-    }
-
-    /// Brings the list of forgotten namespaces up to date and starts the workers.
-    fn start(
-        self,
-        shared: &Shared,
-        forgotten: &[Forgotten],
-        devices: &mut Vec<Device>,
-    ) -> Result<DeviceInfo, SsdError> {
-        let file = self.file;
-        let counters = Arc::new(DeviceCounters::default());
-        let mut metadata = Metadata::new(file.clone(), self.state, counters.clone());
-        if metadata.state().forgotten != forgotten {
-            metadata.change(|state| {
-                state.forgotten.clear();
-                for entry in forgotten {
-                    state.forget(entry.namespace, entry.generation);
-                }
-            });
-        }
-        if self.changed || metadata.is_dirty() {
-            metadata.write_synced()?;
-        }
-        let state = metadata.state().clone();
-        let device = Device::start(file.clone(), metadata, counters, shared)?;
-        let (read_mode, write_mode) = device.modes();
-        devices.push(device);
-        let length = |slot_bytes: u32| (slot_bytes != 0).then_some(slot_bytes);
-        Ok(DeviceInfo {
-            path: file.path().to_owned(),
-            geometry: state.geometry,
-            regions: state.regions.into_iter().map(length).collect(),
-            retired: state.retired,
-            direct: file.is_direct(),
-            preallocated: file.is_preallocated(),
-            read_mode,
-            write_mode,
-        })
-    }
-}
-
-/// Writes both superblocks of a new file. The space is reserved afterwards: a start that is cut
-/// off in between leaves a file that is ours.
-fn format(file: &SsdFile, want: u64, slot_bytes_max: u32) -> Result<Superblock, SsdError> {
-    let id = random_id()?;
-    let Some(mut state) = Superblock::new(id, want, slot_bytes_max) else {
-        return Err(SsdError::Capacity { path: file.path().to_owned(), want });
-    };
-    let mut table = Vec::new();
-    for copy in 0..SUPERBLOCK_COPIES {
-        state.sequence = copy.into();
-        let head = state.encode(&mut table);
-        file.write_blocks(&table, state.table_offset())?;
-        file.write_blocks(&[head], Superblock::head_offset(copy))?;
-    }
-    file.sync()?;
-    Ok(state)
-}
-
-/// Grows the file's state to `want` bytes; says whether it changed.
-fn fit(state: &mut Superblock, want: u64, path: &Path) -> Result<bool, SsdError> {
-    let have = state.geometry.capacity_bytes;
-    if want < have {
-        return Err(SsdError::Shrink { path: path.to_owned(), have, want });
-    }
-    if want > have && !state.grow(want) {
-        let max = state.capacity_bytes_max();
-        return Err(SsdError::GrowLimit { path: path.to_owned(), max, want });
-    }
-    Ok(want > have)
-}
-
-fn random_id() -> Result<FileId, SsdError> {
-    let mut id = [0; 16];
-    File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut id)).map_err(
-        |error| SsdError::System {
-            operation: "read of /dev/urandom",
-            errno: Errno::from_io_error(&error).unwrap_or(Errno::IO),
-        },
-    )?;
-    Ok(FileId(id))
-}
-
-/// The forgotten namespaces of all files: a file that was away while another forgot follows it.
-pub(crate) fn all_forgotten<'a>(states: impl Iterator<Item = &'a Superblock>) -> Vec<Forgotten> {
-    let mut all: Vec<Forgotten> = Vec::new();
-    for entry in states.flat_map(|state| &state.forgotten) {
-        match all.iter_mut().find(|known| known.namespace == entry.namespace) {
-            Some(known) => known.generation = known.generation.max(entry.generation),
-            None => all.push(*entry),
-        }
-    }
-    all
+    let state = metadata.state().clone();
+    let device = Device::start(file.clone(), metadata, counters, shared)?;
+    let (read_mode, write_mode) = device.modes();
+    devices.push(device);
+    let length = |slot_bytes: u32| (slot_bytes != 0).then_some(slot_bytes);
+    Ok(DeviceInfo {
+        path: file.path().to_owned(),
+        geometry: state.geometry,
+        regions: state.regions.into_iter().map(length).collect(),
+        retired: state.retired,
+        direct: file.is_direct(),
+        preallocated: file.is_preallocated(),
+        read_mode,
+        write_mode,
+    })
 }
 
 /// Reads the footers of all files.
-fn survey(files: &[OpenFile], resolved: Resolved) -> Result<(Census, Vec<Forgotten>), SsdError> {
-    let forgotten = all_forgotten(files.iter().map(|open| &open.state));
+fn survey(files: &[Claimed], resolved: Resolved) -> Result<(Census, Vec<Forgotten>), SsdError> {
+    let forgotten = all_forgotten(files.iter().map(|claimed| &claimed.state));
     let mut census = Census::default();
-    for (device, open) in files.iter().enumerate() {
-        let mut engine = EngineSpec::for_scan(resolved, open.file.clone())?;
-        scan(&mut *engine, &open.state, device as u16, |slot, found| {
-            census.take(&open.state, &forgotten, slot, found);
+    for (device, claimed) in files.iter().enumerate() {
+        let mut engine = EngineSpec::for_scan(resolved, claimed.file.clone())?;
+        scan(&mut *engine, &claimed.state, device as u16, |slot, found| {
+            census.take(&claimed.state, &forgotten, slot, found);
         });
-        let known = open.state.generation.max(open.state.generation_floor);
+        let known = claimed.state.generation.max(claimed.state.generation_floor);
         census.highest_generation = census.highest_generation.max(known);
     }
     for entry in &forgotten {

@@ -353,3 +353,90 @@ fn make_ring(entries: u32) -> io::Result<(IoUring, TaskRun)> {
     }
     Err(last)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::{DramPool, HugePages, PoolConfig};
+    use crate::ssd::engine::{EngineChoice, Resolved, resolve};
+    use crate::ssd::error::SsdError;
+    use crate::ssd::file::Access;
+
+    /// Runs `body` on a thread of its own where the system call `number` is answered with `errno`,
+    /// as a container's seccomp profile does. Threads that it starts are bound as well.
+    fn without<T: Send>(number: libc::c_long, errno: i32, body: impl FnOnce() -> T + Send) -> T {
+        let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+        let jump_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+        let ret = (libc::BPF_RET | libc::BPF_K) as u16;
+        let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+        let mut filter = [
+            // The system call's number is the first word of what the filter sees.
+            step(load, 0, 0, 0),
+            step(jump_equal, 0, 1, number as u32),
+            step(ret, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+            step(ret, 0, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let mut install = move || {
+            let program =
+                libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+            // SAFETY: sets a flag of this thread; no memory is involved.
+            let no_new = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+            assert_eq!(no_new, 0);
+            let mode = libc::SECCOMP_MODE_FILTER;
+            // SAFETY: the program and its filter outlive the call, which copies them; only this
+            // thread and those that it starts are affected.
+            let set = unsafe { libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program, 0, 0) };
+            assert_eq!(set, 0, "{}", io::Error::last_os_error());
+        };
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(move || {
+                install();
+                body()
+            });
+            thread.join().expect("the thread under the filter")
+        })
+    }
+
+    #[test]
+    fn a_refusal_of_the_ring_is_seen_by_the_probe_with_its_errno() {
+        for (errno, expected) in [(libc::EPERM, Errno::PERM), (libc::ENOSYS, Errno::NOSYS)] {
+            // Allowed to make a ring but not to enter it is as useless.
+            for number in [libc::SYS_io_uring_setup, libc::SYS_io_uring_enter] {
+                let probed = without(number, errno, UringEngine::probe);
+                assert_eq!(probed, Err(expected), "system call {number}");
+            }
+            let resolved = without(libc::SYS_io_uring_setup, errno, || resolve(EngineChoice::Auto));
+            assert_eq!(resolved.unwrap(), Resolved::Blocking);
+            let refused = without(libc::SYS_io_uring_setup, errno, || resolve(EngineChoice::Uring));
+            assert!(matches!(refused, Err(SsdError::NoUring { errno }) if errno == expected));
+        }
+    }
+
+    #[test]
+    fn a_refused_registration_costs_nothing_but_the_registration() {
+        if UringEngine::probe().is_err() {
+            return;
+        }
+        let config = PoolConfig { bytes: 2 << 20, huge_pages: HugePages::Off, prefault_threads: 1 };
+        let memory = Arc::new(DramPool::allocate(config).unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tier");
+        let mut file = SsdFile::open(&path, Access::Tier { direct: true }).unwrap();
+        file.reserve(2 << 20).unwrap();
+        let file = Arc::new(file);
+        without(libc::SYS_io_uring_register, libc::EPERM, || {
+            let wake = Arc::new(Wake::new().unwrap());
+            let mut engine =
+                UringEngine::new(file, memory.clone(), wake, 4, &memory.arena_bytes()).unwrap();
+            assert_eq!(engine.mode().registered_bytes, 0);
+            let mut chunk = Chunk::new(Transfer::Read, 4096, Vec::new(), Vec::new());
+            chunk.push(0, Part::Image(Extent { arena: 0, offset: 0, bytes: 8192 }));
+            engine.submit(chunk).unwrap();
+            let mut done = Vec::new();
+            while engine.in_flight() > 0 {
+                engine.wait(&mut || false, &mut done);
+            }
+            assert_eq!(done[0].result, 8192);
+        });
+    }
+}

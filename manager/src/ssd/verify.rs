@@ -9,8 +9,7 @@ use super::error::SsdError;
 use super::file::{Access, SsdFile};
 use super::format::{BLOCK_BYTES, Block, Superblock, checksum, padded};
 use super::metadata;
-use super::recover::{Census, SlotCounts, scan};
-use super::tier::all_forgotten;
+use super::recover::{Census, SlotCounts, all_forgotten, scan};
 use super::uring::UringEngine;
 
 /// Reads the files and changes nothing. `progress` hears how many images of how many are checked.
