@@ -38,10 +38,10 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// What `demo` runs: 30 agent sessions, ten at a time, some thousand different pages.
+    /// What `demo` runs: 30 agent sessions, 16 at a time, some thousand different pages.
     pub const DEMO: Self = Self {
         sessions: 30,
-        users: 10,
+        users: 16,
         turns: (6, 12),
         kinds: 3,
         system_blocks: (24, 40),

@@ -103,7 +103,7 @@ fn same_as_model(trace: &str, requests: usize, sizes: &[(u64, u64)]) {
 
 #[test]
 fn the_decision_code_hits_what_the_model_hits() {
-    let sizes = [(10_000, 0), (30_000, 0), (10_000, 30_000)];
+    let sizes = [(30_000, 0), (10_000, 30_000)];
     same_as_model("claude_v8_A_p64", SHORT_REQUESTS, &sizes);
 }
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use orbitkv_tools::content::PageSpace;
 use serde_json::Value;
 
 const ORBITKV: &str = env!("CARGO_BIN_EXE_orbitkv");
@@ -49,9 +50,14 @@ struct Manager(Child);
 
 impl Manager {
     fn start(socket: &Path) -> Self {
+        Self::start_with(socket, &[])
+    }
+
+    fn start_with(socket: &Path, flags: &[&str]) -> Self {
         let mut child = Command::new(ORBITKV)
             .args(["serve", "--dram", "64MiB", "--http", "off", "--stop-at-eof", "--socket"])
             .arg(socket)
+            .args(flags)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -200,6 +206,88 @@ fn one_engine_hits_what_is_simulated() {
     let rows: Value = serde_json::from_slice(&fs::read(out).unwrap()).unwrap();
     assert_eq!(rows[0]["hit_pages_dram"], json["pages_hit_dram"]);
     assert_eq!(rows[0]["accesses"], json["pages_total"]);
+}
+
+#[test]
+fn pages_go_to_ssd_come_back_and_survive_the_manager() {
+    let folder = Folder::new();
+    let (socket, ssd) = (folder.path("s"), folder.path("ssd.okv"));
+    let (socket_text, ssd_text) = (socket.to_str().unwrap(), ssd.to_str().unwrap());
+    let flags = ["--ssd", ssd_text, "--ssd-capacity", "128MiB"];
+    let manager = Manager::start_with(&socket, &flags);
+    let trace = folder.trace(6, 4, 20, 0);
+    let arguments =
+        ["--trace", trace.to_str().unwrap(), "--socket", socket_text, "--page-bytes", "16KiB"];
+    let replay = || {
+        let (exit, json, said) = Replay::start(&folder, &arguments).end();
+        assert_eq!(exit, Some(0), "{said}{json:#}");
+        assert_sums(&json);
+        json
+    };
+    let first = replay();
+    assert_eq!(number(&first, "pages_saved"), 480);
+    assert_eq!(number(&first["spill"], "written"), 480);
+    assert_eq!(number(&first, "ssd_bytes_written"), 480 * 16_384);
+
+    let evicted = Command::new(ORBITKV)
+        .args(["evict", "--tier", "dram", "--socket", socket_text])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(evicted.stdout).unwrap();
+    assert!(evicted.status.success() && said.starts_with("evicted 480 pages"), "{said}");
+    let second = replay();
+    assert_eq!(number(&second, "pages_missed"), 0);
+    assert_eq!(number(&second, "pages_hit_ssd"), 480, "each page is read once, by its first use");
+    assert!(second["latency_us"]["prepare"]["count"].as_u64().unwrap() > 0);
+
+    drop(manager);
+    let counts = folder.path("verify.json");
+    let verified = Command::new(ORBITKV)
+        .args(["verify", "--ssd", ssd_text, "--json"])
+        .arg(&counts)
+        .output()
+        .unwrap();
+    assert!(verified.status.success());
+    let counts: Value = serde_json::from_slice(&fs::read(counts).unwrap()).unwrap();
+    assert_eq!((number(&counts, "valid"), number(&counts, "torn")), (480, 0));
+    let n = |key| number(&counts, key);
+    assert_eq!(n("slots"), n("valid") + n("torn") + n("stale") + n("empty"));
+
+    let manager = Manager::start_with(&socket, &flags);
+    let third = replay();
+    assert_eq!(number(&third, "pages_hit_ssd"), 480);
+    assert_eq!(number(&third, "pages_missed"), 0);
+    drop(manager);
+}
+
+#[test]
+fn a_flipped_byte_on_ssd_is_a_miss_and_never_a_page() {
+    let folder = Folder::new();
+    let (socket, ssd) = (folder.path("s"), folder.path("ssd.okv"));
+    let (socket_text, ssd_text) = (socket.to_str().unwrap(), ssd.to_str().unwrap());
+    let flags = ["--ssd", ssd_text, "--ssd-capacity", "128MiB"];
+    let trace = folder.trace(1, 1, 50, 0);
+    let arguments =
+        ["--trace", trace.to_str().unwrap(), "--socket", socket_text, "--page-bytes", "16KiB"];
+    let manager = Manager::start_with(&socket, &flags);
+    assert_eq!(Replay::start(&folder, &arguments).end().0, Some(0));
+    drop(manager);
+    // The page of block 20 holds bytes that only its key explains: find and spoil them.
+    let space = PageSpace::new("grow", 16_384, 0);
+    let hash = space.hashes(1_000_000..1_000_021).last().unwrap();
+    let mut page = vec![0; 16_384];
+    space.fill_page(&hash, &mut page);
+    let mut file = fs::read(&ssd).unwrap();
+    let at = file.chunks_exact(4096).position(|block| *block == page[..4096]).unwrap() * 4096;
+    file[at + 5000] ^= 4;
+    fs::write(&ssd, file).unwrap();
+    let manager = Manager::start_with(&socket, &flags);
+    let (exit, json, said) = Replay::start(&folder, &arguments).end();
+    assert_eq!(exit, Some(0), "{said}{json:#}");
+    assert_sums(&json);
+    assert_eq!((number(&json, "pages_hit_ssd"), number(&json, "pages_missed")), (20, 30));
+    assert_eq!(number(&json, "ssd_read_errors"), 1);
+    drop(manager);
 }
 
 #[test]

@@ -419,11 +419,13 @@ impl Core {
             waiter = next;
             self.page_arrived(now, job, position, fault, out);
         }
-        if self.pages[page].indexed {
-            if self.pages[page].pins == 0 {
+        // The last waiter may have let go of the page and buried it.
+        let found = &self.pages[page];
+        if found.live && found.indexed {
+            if found.pins == 0 {
                 self.touch_upwards(Some(page), 0);
             }
-        } else {
+        } else if found.live {
             self.bury(page, out);
         }
         self.feed_starved();

@@ -50,7 +50,7 @@ pub(super) struct Page {
     /// In the index. A page that is not is gone as soon as nothing holds it.
     pub(super) indexed: bool,
     /// Placed in the slab.
-    live: bool,
+    pub(super) live: bool,
 }
 
 impl Page {

@@ -117,8 +117,7 @@ impl Numbers {
             epoch: self.epoch,
             spill: self.spill.since(&before.spill),
             // What waited at the start ends now: it belongs to what was offered.
-            spill_offered: (self.spill_offered + before.spill_waiting)
-                .saturating_sub(before.spill_offered),
+            spill_offered: self.spill_offered.saturating_sub(before.spill.sum()),
             ssd_bytes_written: self.ssd_bytes_written.saturating_sub(before.ssd_bytes_written),
             ssd_bytes_read: self.ssd_bytes_read.saturating_sub(before.ssd_bytes_read),
             ssd_read_errors: self.ssd_read_errors.saturating_sub(before.ssd_read_errors),
@@ -139,7 +138,9 @@ pub(super) fn drained(socket: &Path, before: &Numbers) -> Result<Numbers, Inspec
     loop {
         let snapshot = inspect::read(socket)?;
         let numbers = Numbers::of(&snapshot);
+        // Pages that are being written wait in no set any more, but have no outcome yet.
         let quiet = numbers.spill_waiting == 0
+            && numbers.spill.sum() >= numbers.spill_offered
             && numbers.leases <= before.leases
             && numbers.held_bytes <= before.held_bytes;
         let dead = snapshot.manager.state == LifeState::Dead;
