@@ -1,10 +1,12 @@
 //! What `core` counted, as telemetry names it.
 
+use std::sync::atomic::Ordering;
+
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::Code;
 use orbitkv_shm_protocol::telemetry::{
-    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, SpillOutcome,
-    SsdFault,
+    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, RefuseReason,
+    SpillOutcome, SsdFault,
 };
 
 use super::{Service, Storage, TABLES_INTERVAL_NS};
@@ -15,7 +17,13 @@ use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
 impl Service {
     /// Publishes numbers every time, tables that cost a walk less often.
     pub(super) fn report(&mut self, now: Nanos) {
+        // Counters and the gauges that they sum up with, from one and the same moment.
         count(&mut self.telemetry.counters, self.core.stats());
+        measure(&mut self.telemetry.counters, &self.core.gauges());
+        for (reason, refused) in RefuseReason::ALL.iter().zip(&self.counters.turned_away) {
+            let refused = refused.load(Ordering::Relaxed);
+            self.telemetry.counters.set(Metric::SessionsRefused(*reason), refused);
+        }
         self.telemetry.counters.set(Metric::ManagerTurns, self.turns);
         if now.saturating_sub(self.tables_shown_ns) >= TABLES_INTERVAL_NS {
             self.tables_shown_ns = now;
@@ -25,8 +33,6 @@ impl Service {
     }
 
     fn show_tables(&mut self) {
-        let gauges = self.core.gauges();
-        measure(&mut self.telemetry.counters, &gauges);
         let views: Vec<SessionView> = self.core.session_views().collect();
         let regions: u32 = views.iter().map(|view| view.regions).sum();
         let waiting = self.core.operation_views().filter(|op| op.stage == "waiting for budget");
@@ -36,7 +42,7 @@ impl Service {
         counters.set(Metric::BudgetWaitingQueries, waiting);
         counters.set(Metric::BudgetSessionLimitBytes, self.core.session_budget_bytes());
         for client in &mut self.clients {
-            let session = client.segments.session();
+            let session = client.session;
             let mirror = client.mirror(views.iter().find(|view| view.session == session));
             let Some(slot) = &client.slot else { continue };
             self.telemetry.set_session(slot, &mirror);
@@ -44,6 +50,7 @@ impl Service {
             self.telemetry.set_operations(slot, operations_of(core, session));
             self.telemetry.set_leases(slot, leases_of(core, session));
         }
+        self.cut_off_violators(self.tables_shown_ns);
         let namespaces = self.core.namespace_views().map(|view| NamespaceMirror {
             name: view.label,
             dram_pages: view.dram_pages,
