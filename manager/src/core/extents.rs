@@ -78,6 +78,13 @@ impl Extents {
         u64::from(largest.unwrap_or(0)) * UNIT_BYTES
     }
 
+    /// Arena, first unit and length in units of every free run, in no order. For checks.
+    pub(super) fn free_runs(&self) -> impl Iterator<Item = (u16, u32, u32)> {
+        self.arenas.iter().enumerate().flat_map(|(number, arena)| {
+            arena.free_runs().map(move |run| (number as u16, run.start, run.len))
+        })
+    }
+
     /// An extent of `bytes`, rounded up to whole units, or `None` when no free run is that long.
     pub fn allocate(&mut self, bytes: u64) -> Option<Extent> {
         let units = u32::try_from(bytes.div_ceil(UNIT_BYTES)).ok().filter(|&units| units > 0)?;
@@ -260,6 +267,15 @@ impl Arena {
         self.tags[run.start as usize] = 0;
         self.tags[(run.start + run.len - 1) as usize] = 0;
         self.recycled.push(node);
+    }
+
+    fn free_runs(&self) -> impl Iterator<Item = Run> {
+        let heads = self.heads.iter().flatten().copied();
+        heads.flat_map(|head| {
+            let next = |&node: &u32| Some(self.runs[node as usize].next).filter(|&n| n != NIL);
+            std::iter::successors((head != NIL).then_some(head), next)
+                .map(|node| self.runs[node as usize])
+        })
     }
 
     fn longest(&self) -> u32 {

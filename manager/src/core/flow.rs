@@ -11,8 +11,8 @@ use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
 use super::Core;
 use super::effect::{CopyPage, Direction, Effect, Effects, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
-use super::index::PageId;
-use super::job::{EntryState, JobRef, Stage};
+use super::index::{Page, PageId};
+use super::job::{EntryState, Job, JobRef, Stage};
 use super::life::EvictionCursor;
 use super::query::charge;
 use super::stats::SpillOutcome;
@@ -86,6 +86,40 @@ impl Flow {
 
     pub(super) fn copies_in_flight(&self) -> u32 {
         self.copies_in_flight.iter().sum()
+    }
+
+    /// Everything that was ordered and has not ended.
+    pub(super) fn under_way(&self) -> impl Iterator<Item = &Work> {
+        self.work.iter().map(|(_, work)| work).filter(|work| !matches!(work, Work::Free))
+    }
+
+    /// Operations that wait for the read of `page`. For checks.
+    pub(super) fn waiters_of(&self, page: &Page) -> impl Iterator<Item = JobRef> {
+        let waiter = |at: u32| (at != NIL).then(|| self.waiters[at as usize]);
+        let first = waiter(page.waiters);
+        std::iter::successors(first, move |found| waiter(found.next)).map(|found| found.job)
+    }
+
+    /// Panics unless the counters are what was counted. For tests.
+    pub(super) fn check_counts(&self, reads: u32, read_bytes: u64, writes: u32, write_bytes: u64) {
+        assert_eq!((self.reads_in_flight, self.reads_bytes), (reads, read_bytes), "reads");
+        assert_eq!((self.writes_in_flight, self.writes_bytes), (writes, write_bytes), "writes");
+        for direction in [Direction::Save, Direction::Restore] {
+            let of = |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
+            let counted = self.under_way().filter(of).count();
+            assert_eq!(self.copies_in_flight[direction as usize] as usize, counted, "copies");
+        }
+    }
+
+    /// Panics unless the marks of a job say in which queues it stands. For tests.
+    pub(super) fn check_queued(&self, reference: JobRef, job: &Job) {
+        let stands = |queue: &VecDeque<JobRef>| queue.iter().filter(|&&r| r == reference).count();
+        let copies = stands(&self.saves) + stands(&self.restores);
+        assert_eq!(copies, usize::from(job.queued_for_copy), "copy queue: {job:?}");
+        assert_eq!(stands(&self.readers), usize::from(job.queued_for_read), "read queue: {job:?}");
+        if let Stage::Restore { waits_for_memory: true, .. } = job.stage {
+            assert!(stands(&self.starved) > 0, "nobody feeds {job:?}");
+        }
     }
 }
 

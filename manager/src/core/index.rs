@@ -91,6 +91,10 @@ impl PageSlab {
         self.pages.len() - self.free.len()
     }
 
+    pub(super) fn is_live(&self, id: PageId) -> bool {
+        self[id].live
+    }
+
     fn insert(&mut self, namespace: NamespaceId, hash: PageHash) -> PageId {
         let page = Page {
             hash,
@@ -144,6 +148,14 @@ impl PageSlab {
     pub(super) fn first_child(&self, id: PageId) -> Option<PageId> {
         let child = self[id].first_child;
         (child != NIL).then_some(PageId(child))
+    }
+
+    /// The pages whose parent `id` is.
+    pub(super) fn children(&self, id: PageId) -> impl Iterator<Item = PageId> {
+        std::iter::successors(self.first_child(id), |&child| {
+            let next = self[child].next_sibling;
+            (next != NIL).then_some(PageId(next))
+        })
     }
 
     /// Makes `child`, which has no parent, a child of `parent`.
@@ -200,6 +212,11 @@ impl Index {
     /// `seed` keeps clients, who choose the hashes, from choosing collisions.
     pub(super) fn new(seed: u64) -> Self {
         Self { table: HashTable::new(), seed: seed | 1 }
+    }
+
+    /// Findable pages.
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
     }
 
     #[inline]

@@ -22,6 +22,7 @@ mod extents;
 mod flow;
 mod index;
 mod job;
+mod laws;
 mod lease;
 mod life;
 mod namespace;
@@ -56,6 +57,8 @@ use slots::Slots;
 pub use effect::{CopyPage, Direction, Effect, Effects, Extent, ImageIdentity, PeerFault, Slot};
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
 pub use extents::{Extents, UNIT_BYTES};
+#[doc(hidden)]
+pub use laws::PageView;
 pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
 pub use recover::RecoveredPage;
 pub use registration::CoreRefusal;

@@ -69,6 +69,12 @@ impl Namespaces {
         self.table.iter()
     }
 
+    /// Every namespace with its list of pages. For checks.
+    pub(super) fn lists(&self) -> impl Iterator<Item = (NamespaceId, &Recency)> {
+        let numbered = self.table.iter().enumerate();
+        numbered.map(|(index, namespace)| (NamespaceId(index as u32), &namespace.pages))
+    }
+
     /// The namespace with this identity, made when it is new.
     pub(super) fn intern(
         &mut self,

@@ -78,6 +78,22 @@ impl Recency {
         pages[page].links[self.kind as usize].is_member()
     }
 
+    /// Every member, coldest first. For checks.
+    pub(super) fn walk(&self, pages: &PageSlab) -> Vec<PageId> {
+        let mut walked: Vec<PageId> = Vec::with_capacity(self.len);
+        let mut next = self.coldest();
+        while let Some(page) = next {
+            assert!(walked.len() < self.len, "list longer than its count");
+            let colder = walked.last().map_or(NIL, |page| page.0);
+            assert_eq!(pages[page].links[self.kind as usize].colder, colder, "links disagree");
+            walked.push(page);
+            next = self.hotter(pages, page);
+        }
+        assert_eq!(walked.len(), self.len, "list shorter than its count");
+        assert_eq!(walked.last().map_or(NIL, |page| page.0), self.hottest);
+        walked
+    }
+
     /// Makes `page` the hottest, whether it was a member or not.
     pub(super) fn touch(&mut self, pages: &mut PageSlab, page: PageId) {
         if self.hottest == page.0 {
