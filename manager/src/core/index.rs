@@ -145,6 +145,12 @@ impl PageSlab {
         (parent != NIL).then_some(PageId(parent))
     }
 
+    /// The nearest ancestor of `id` that `wanted` accepts.
+    pub(super) fn ancestor(&self, id: PageId, wanted: impl Fn(PageId) -> bool) -> Option<PageId> {
+        std::iter::successors(self.parent(id), |&above| self.parent(above))
+            .find(|&above| wanted(above))
+    }
+
     pub(super) fn first_child(&self, id: PageId) -> Option<PageId> {
         let child = self[id].first_child;
         (child != NIL).then_some(PageId(child))

@@ -554,9 +554,13 @@ impl Core {
         let Stage::Fill { lease, cut, hint_bytes, .. } = job.stage else { return };
         let (operation, kind, stop) = (job.operation, job.kind, job.stop);
         let Some(lease) = lease else {
-            let mut pinned = std::mem::take(&mut job.pinned);
-            for page in pinned.drain(..).rev() {
+            let pinned = std::mem::take(&mut job.pinned);
+            for &page in pinned.iter().rev() {
                 self.unpin(page, out);
+            }
+            self.refresh(pinned.iter().rev().copied());
+            if let Some(job) = self.jobs.get_mut(reference) {
+                job.pinned = pinned;
             }
             self.budget.give_hint(hint_bytes);
             let ended = Completion::ok(operation, kind);
@@ -628,9 +632,10 @@ impl Core {
             lease.pages[index as usize].ended = true;
             pages.push(lease.pages[index as usize].page);
         }
-        for page in pages.into_iter().rev() {
+        for &page in pages.iter().rev() {
             self.unpin(page, out);
         }
+        self.refresh(pages.iter().rev().copied());
         self.give_budget(session, freed, speculative);
         cut
     }

@@ -110,6 +110,21 @@ impl Recency {
         self.len += 1;
     }
 
+    /// Puts `page`, member or not, right below the member `above`.
+    pub(super) fn place_below(&mut self, pages: &mut PageSlab, page: PageId, above: PageId) {
+        debug_assert!(page != above && self.contains(pages, above));
+        self.remove(pages, page);
+        let k = self.kind as usize;
+        let colder = pages[above].links[k].colder;
+        pages[page].links[k] = Link { colder, hotter: above.0 };
+        match colder {
+            NIL => self.coldest = page.0,
+            at => pages[PageId(at)].links[k].hotter = page.0,
+        }
+        pages[above].links[k].colder = page.0;
+        self.len += 1;
+    }
+
     /// Takes `page` out; nothing happens when it is no member.
     pub(super) fn remove(&mut self, pages: &mut PageSlab, page: PageId) {
         let k = self.kind as usize;

@@ -243,13 +243,13 @@ impl Core {
         }
         if streaming && !keep {
             // Copied pages make room for those still on SSD.
-            for at in (first..first + len).rev() {
+            for at in first..first + len {
                 let page = self
                     .jobs
                     .get_mut(reference)
                     .and_then(|job| job.entries[at as usize].page.take());
                 if let Some(page) = page {
-                    self.unpin(page, out);
+                    self.unpin_in_place(page, out);
                 }
             }
             self.feed_starved();
@@ -358,15 +358,12 @@ impl Core {
         let (bytes, speculative, session) = (lease.bytes, lease.speculative, lease.session);
         for part in &parts {
             let range = part.start as usize..(part.start + part.len) as usize;
-            for leased in pages[range.clone()].iter().rev().filter(|leased| !leased.ended) {
+            let live = || pages[range.clone()].iter().rev().filter(|leased| !leased.ended);
+            for leased in live() {
                 self.unpin(leased.page, out);
             }
-            // Parents outside of the lease stay hotter than the pages that it held.
-            let head = pages[range].first().filter(|leased| !leased.ended);
-            if let Some(head) = head.filter(|leased| self.pages[leased.page].indexed) {
-                let parent = self.pages.parent(head.page);
-                self.touch_upwards(parent, 0);
-            }
+            // Parents that the lease does not hold, or not any more, stay hotter than its pages.
+            self.refresh(live().map(|leased| leased.page));
         }
         if let Some(lease) = self.leases.get_mut(reference) {
             lease.pages = pages;

@@ -189,7 +189,6 @@ impl Core {
                 self.extents.free(extent);
                 entries[at].end(PageOutcome::Present, Code::None);
                 entries[at].tier = Tier::Dram;
-                self.touch(page);
                 return;
             }
             Some(page) => page,
@@ -207,8 +206,9 @@ impl Core {
         entries[at].end(PageOutcome::Stored, Code::None);
         entries[at].tier = Tier::Dram;
         self.stats.bytes_saved += u64::from(extent.bytes);
-        // Until the save ends the page is the hottest; the end puts its parents in front again.
-        self.touch(page);
+        // The end of the save makes the chain the hottest; until then no page may be hotter than
+        // its parent.
+        self.place(page);
         self.offer(page);
     }
 
