@@ -13,8 +13,13 @@ fn number(name: &str) -> Option<u64> {
 
 fn run(seeds: impl Iterator<Item = u64>, check_every: u32, events: u32) -> Summary {
     let mut all = Summary::default();
+    let mut failed = Vec::new();
     for seed in seeds {
-        let one = Simulation::new(seed).check_every(check_every).run(events);
+        let one = || Simulation::new(seed).check_every(check_every).run(events);
+        let Ok(one) = std::panic::catch_unwind(one) else {
+            failed.push(seed);
+            continue;
+        };
         all.restored += one.restored;
         all.written += one.written;
         all.read += one.read;
@@ -23,6 +28,7 @@ fn run(seeds: impl Iterator<Item = u64>, check_every: u32, events: u32) -> Summa
         all.recovered += one.recovered;
         all.crashes += one.crashes;
     }
+    assert_eq!(failed, [], "seeds that fail");
     all
 }
 

@@ -376,6 +376,11 @@ impl Slots {
         }
     }
 
+    /// Whether a device is used for new images.
+    pub(super) fn accepts_writes(&self, number: u16) -> bool {
+        self.devices.get(usize::from(number)).is_some_and(|device| device.accepts_writes)
+    }
+
     /// Stops or resumes the use of a device for new images.
     pub(super) fn set_accepts_writes(&mut self, number: u16, accepts: bool) {
         let Some(device) = self.devices.get_mut(usize::from(number)) else { return };

@@ -170,11 +170,13 @@ impl Core {
         resident
     }
 
-    /// Whether a page can lose its slot: untouched, and either in DRAM too or without descendants.
+    /// Whether a page has a slot to lose, one that another image could use: untouched, and either
+    /// in DRAM too or without descendants.
     fn slot_may_go(&self, page: PageId) -> bool {
         let found = &self.pages[page];
+        let useful = found.slot.is_some_and(|slot| self.slots.accepts_writes(slot.device));
         let idle = found.pins == 0 && found.io == 0;
-        idle && (found.is_resident() || self.pages.first_child(page).is_none())
+        useful && idle && (found.is_resident() || self.pages.first_child(page).is_none())
     }
 
     fn evict_slot(&mut self, page: PageId, out: &mut Effects) {
