@@ -425,6 +425,7 @@ impl Simulation {
 
     /// Leases that queries were given lately.
     fn some_lease(&mut self) -> Option<LeaseId> {
+        self.leases.retain(|lease| self.world.held.contains_key(lease));
         let known: BTreeSet<_> = self.leases.iter().copied().collect();
         let mut fresh: Vec<_> =
             self.world.held.keys().copied().filter(|lease| !known.contains(lease)).collect();

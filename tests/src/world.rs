@@ -253,7 +253,16 @@ impl World {
         for region in client.regions.iter_mut().flatten() {
             region.pages.iter_mut().flatten().for_each(|word| *word = POISON);
         }
+        self.group_may_end(session);
         self.handle(Event::SessionClosed { session });
+    }
+
+    /// Leases end with the last session of their group.
+    fn group_may_end(&mut self, session: SessionId) {
+        let engine = self.client(session).engine;
+        if self.clients.values().all(|client| client.engine != engine || client.closed) {
+            self.held.retain(|_, held| held.engine != engine);
+        }
     }
 
     // Operations.
@@ -657,6 +666,7 @@ impl World {
         let client = self.client_mut(session);
         assert_eq!(client.fault.replace(fault), None, "closed twice");
         client.closed = true;
+        self.group_may_end(session);
     }
 
     fn copies_touch(&self, id: SessionId, only: Option<RegionId>) -> bool {

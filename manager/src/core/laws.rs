@@ -11,6 +11,7 @@
 use std::collections::HashMap;
 
 use orbitkv_shm_protocol::ids::PageHash;
+use orbitkv_shm_protocol::record::PageOutcome;
 
 use super::Core;
 use super::effect::{Direction, Extent, Slot};
@@ -100,8 +101,8 @@ impl Core {
         for (_, job) in self.jobs.iter() {
             for entry in &job.entries {
                 if let Some(extent) = &entry.extent {
-                    let busy = [EntryState::Pending, EntryState::Copying, EntryState::Copied];
-                    assert!(busy.contains(&entry.state), "{:?} owns memory", entry.state);
+                    let save = matches!(job.stage, Stage::Save { .. });
+                    assert!(save && entry.outcome != PageOutcome::Stored, "{entry:?}");
                     own(extent, u64::from(extent.bytes));
                 }
             }
