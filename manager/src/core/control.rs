@@ -312,9 +312,14 @@ impl Core {
             return;
         }
         let engine = session.engine;
+        // None of its queries may be admitted while others are being stopped.
+        session.waiting.clear();
+        // Held until its leases have ended too.
+        session.outstanding += 1;
         let mut jobs: Vec<_> = session.credits.iter().filter_map(|credit| credit.job).collect();
         let silent = self.jobs.iter().filter(|(_, job)| job.session == id && job.silent);
         jobs.extend(silent.map(|(reference, _)| reference));
+        self.sessions.turn.retain(|&other| other != id);
         for reference in jobs {
             if let Some(job) = self.jobs.get_mut(reference) {
                 job.abandoned = true;
@@ -323,7 +328,9 @@ impl Core {
         }
         let group_lives = self.sessions.group_lives(engine);
         self.end_group_leases(id, group_lives, out);
-        self.sessions.turn.retain(|&other| other != id);
+        if let Some(session) = self.sessions.get_mut(id) {
+            session.outstanding -= 1;
+        }
         self.session_may_rest(now, id, out);
         self.admit_waiting(now, out);
     }
