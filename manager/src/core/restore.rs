@@ -329,9 +329,9 @@ impl Core {
             job.entries = entries;
         }
         self.leave_lease(lease, named_bytes, out);
-        self.leave_region(now, id, region, out);
         let ended = Self::stopped(code, ended.pages, ended);
         self.end_job(now, reference, ended, out);
+        self.leave_region(now, id, region, out);
         self.feed_starved();
         self.admit_waiting(now, out);
     }

@@ -287,8 +287,8 @@ impl Core {
             job.entries = entries;
             job.pinned = pinned;
         }
-        self.leave_region(now, id, region, out);
         self.end_job(now, reference, ended, out);
+        self.leave_region(now, id, region, out);
         self.feed_starved();
     }
 
