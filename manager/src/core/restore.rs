@@ -276,7 +276,9 @@ impl Core {
         if job.copies > 0 || reading > 0 || (unfinished && job.stop.is_none()) {
             return;
         }
-        let stop = job.stop;
+        // One that was stopped too late has done all that was asked, as its done word says.
+        let restored = |entry: &Entry| entry.outcome == PageOutcome::Restored;
+        let stop = job.stop.filter(|_| !job.entries.iter().all(restored));
         let code = stop.map_or(Code::None, |stop| stop.code);
         let (id, operation, kind) = (job.session, job.operation, job.kind);
         let mut entries = std::mem::take(&mut job.entries);

@@ -280,7 +280,7 @@ impl Core {
         let done = ended.pages + ended.pages_present;
         let code = if code == Code::None { first_refusal } else { code };
         let mut ended = Self::stopped(code, done, ended);
-        if ended.pages_refused == 0 && code != Code::Cancelled {
+        if ended.pages_refused == 0 {
             (ended.status, ended.code) = (Status::Ok, Code::None);
         }
         if let Some(job) = self.jobs.get_mut(reference) {
