@@ -423,6 +423,8 @@ impl Core {
         let Work::Read { page, bytes } = self.flow.end(ticket) else { return };
         self.flow.reads_in_flight -= 1;
         self.flow.reads_bytes -= bytes;
+        // Held until everyone has been told.
+        self.pin(page);
         let found = &mut self.pages[page];
         found.reading = false;
         found.io -= 1;
@@ -435,15 +437,11 @@ impl Core {
             Some(fault) => {
                 self.stats.ssd_read_errors[fault.index()] += 1;
                 let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
-                if self.pages[page].io == 0 {
-                    self.detach_extent(page);
-                }
+                self.detach_extent(page);
                 self.detach_slot(page, retire, out);
                 // Without a replica it is gone, and everything behind it.
                 if self.pages[page].indexed {
-                    self.pages[page].pins += 1;
                     self.drop_subtree(page, SpillOutcome::Failed, out);
-                    self.pages[page].pins -= 1;
                 }
             }
         }
@@ -453,13 +451,9 @@ impl Core {
             waiter = next;
             self.page_arrived(now, job, position, fault, out);
         }
-        if self.pages[page].indexed {
-            if self.pages[page].pins == 0 {
-                self.touch_upwards(Some(page), 0);
-            }
-        } else {
-            self.bury(page, out);
-        }
+        let parent = self.pages.parent(page);
+        self.unpin(page, out);
+        self.touch_upwards(parent, 0);
         self.feed_starved();
     }
 
