@@ -170,21 +170,11 @@ impl Core {
     }
 
     /// Makes every page of a namespace unfindable at once. Returns how many there were.
-    fn forget_namespace(&mut self, old: NamespaceId, out: &mut Effects) -> u64 {
-        let new = self.namespaces.forget(old);
-        for (_, session) in self.sessions.iter_mut() {
-            for scope in &mut session.scopes {
-                scope.replace(old, new);
-            }
-            for region in session.regions.iter_mut().flatten() {
-                if region.namespace == old {
-                    region.namespace = new;
-                }
-            }
-        }
+    fn forget_namespace(&mut self, namespace: NamespaceId, out: &mut Effects) -> u64 {
+        self.namespaces.get_mut(namespace).forgets += 1;
         let mut dropped = 0;
-        while let Some(page) = self.namespaces.get(old).pages.coldest() {
-            // Children are colder or hotter here; the deepest of this subtree goes first.
+        while let Some(page) = self.namespaces.get(namespace).pages.coldest() {
+            // The deepest page below it goes first.
             let mut at = page;
             while let Some(child) = self.pages.first_child(at) {
                 at = child;

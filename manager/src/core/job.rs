@@ -6,6 +6,7 @@ use orbitkv_shm_protocol::record::{Code, PageOutcome, PageRange, QueryMode, Requ
 use super::effect::Extent;
 use super::event::Nanos;
 use super::index::PageId;
+use super::namespace::NamespaceId;
 
 /// Names a job; stale once the job has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -71,11 +72,12 @@ pub(super) enum Stage {
     /// Copies device → DRAM.
     Save {
         region: RegionId,
+        namespace: NamespaceId,
+        /// [`super::namespace::Namespace::forgets`] when it began.
+        forgets: u32,
         fence: Option<u32>,
         next_issue: u32,
         next_commit: u32,
-        /// Anchors that stay pinned until the commit.
-        pinned_parents: u32,
     },
     /// A demand query that waits for budget.
     Wait { scope: ScopeId },

@@ -57,13 +57,9 @@ impl Core {
             let code = if lease.expired { Code::ExpiredLease } else { Code::UnknownLease };
             return self.fail(ctx, ended, code, out);
         }
-        // A forgotten namespace's leases keep their old id: find the part by identity.
-        let fingerprint = self.namespaces.get(namespace).fingerprint;
-        let part = lease.part(namespace).or_else(|| {
-            let same = |id| self.namespaces.get(id).fingerprint == fingerprint;
-            lease.parts.iter().find(|part| same(part.namespace))
-        });
-        let Some(part) = part else { return self.fail(ctx, ended, Code::BadRequest, out) };
+        let Some(part) = lease.part(namespace) else {
+            return self.fail(ctx, ended, Code::BadRequest, out);
+        };
         let first = ask.offset.checked_sub(part.first).map(u64::from);
         let fits = first.is_some_and(|first| first + pages.len() as u64 <= u64::from(part.len));
         let Some(first) = first.filter(|_| fits) else {

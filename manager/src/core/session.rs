@@ -22,16 +22,6 @@ impl Scope {
             Self::Set(set) => set,
         }
     }
-
-    pub(super) fn replace(&mut self, old: NamespaceId, new: NamespaceId) {
-        let members = match self {
-            Self::One(one) => std::slice::from_mut(one),
-            Self::Set(set) => set.as_mut_slice(),
-        };
-        for member in members.iter_mut().filter(|member| **member == old) {
-            *member = new;
-        }
-    }
 }
 
 /// A registered region, as far as decisions need it.
@@ -178,11 +168,6 @@ impl Sessions {
     pub(super) fn iter(&self) -> impl Iterator<Item = (SessionId, &Session)> {
         let numbered = self.table.iter().enumerate();
         numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref()?)))
-    }
-
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
-        let numbered = self.table.iter_mut().enumerate();
-        numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref_mut()?)))
     }
 
     /// Whether a session of `engine` other than closing ones is attached.
