@@ -80,6 +80,9 @@ impl Core {
                 }
                 if let Some(session) = self.sessions.get_mut(id) {
                     session.waiting.retain(|&waiting| waiting != reference);
+                    if session.waiting.is_empty() {
+                        self.sessions.turn.retain(|&other| other != id);
+                    }
                 }
                 let ended = Completion::ok(operation, kind);
                 self.end_job(now, reference, Self::stopped(code, 0, ended), out);
