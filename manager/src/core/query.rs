@@ -567,7 +567,8 @@ impl Core {
             self.end_job(now, reference, ended, out);
             return self.admit_waiting(now, out);
         };
-        let cancelled = stop.is_some_and(|stop| stop.code == Code::Cancelled);
+        // Nobody would know of a lease that an abandoned query was given.
+        let cancelled = job.abandoned || stop.is_some_and(|stop| stop.code == Code::Cancelled);
         let len = if cancelled { 0 } else { self.shorten_lease(lease, cut, out) };
         let (mut dram, mut ssd) = (0, 0);
         let Some(job) = self.jobs.get_mut(reference) else { return };
