@@ -298,6 +298,13 @@ impl Core {
         }
     }
 
+    /// Looks at the drains of sessions whose leases ended in this turn.
+    pub(super) fn end_drains(&mut self, now: Nanos, out: &mut Effects) {
+        while let Some(session) = self.rested.pop() {
+            self.session_may_rest(now, session, out);
+        }
+    }
+
     /// The client is gone. Its waiting work ends now, its copies when they end.
     pub(super) fn close_session(&mut self, now: Nanos, id: SessionId, out: &mut Effects) {
         let Some(session) = self.sessions.get_mut(id) else { return };
@@ -336,12 +343,8 @@ impl Core {
             let Some(lease) = self.leases.get_mut(reference) else { break };
             lease.closed = true;
             lease.expired = true;
-            let (users, session) = (lease.users, lease.session);
-            if users == 0 {
+            if lease.users == 0 {
                 self.end_lease(reference, out);
-                if let Some(session) = session {
-                    self.session_may_rest(now, session, out);
-                }
             }
         }
         self.admit_waiting(now, out);

@@ -167,6 +167,8 @@ pub struct Core {
     draining_bytes: u64,
     /// Numbers the allocations whose own pages must not be evicted for them.
     guard: u64,
+    /// Sessions whose last lease ended through somebody else: their drains may end.
+    rested: Vec<SessionId>,
     /// Earliest deadline of any job; may be too early, never too late.
     next_deadline: Nanos,
     /// Buffers of the last lookup.
@@ -199,6 +201,7 @@ impl Core {
             pinned_bytes: 0,
             draining_bytes: 0,
             guard: 0,
+            rested: Vec::new(),
             next_deadline: Nanos::MAX,
             found: query::Found::default(),
             stats: Stats::default(),
@@ -234,6 +237,7 @@ impl Core {
             }
             Event::Tick => self.tick(now, out),
         }
+        self.end_drains(now, out);
     }
 
     /// Orders as many copies, reads and writes as may be in flight.
@@ -241,6 +245,7 @@ impl Core {
         self.pump_reads(now, out);
         self.pump_copies(now, out);
         self.pump_writes(out);
+        self.end_drains(now, out);
     }
 
     fn request(

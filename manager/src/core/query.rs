@@ -648,8 +648,11 @@ impl Core {
         speculative: bool,
     ) {
         self.budget.give(bytes, speculative);
-        if let Some(session) = session.and_then(|id| self.sessions.get_mut(id)) {
-            session.leased_bytes -= bytes;
+        let Some(id) = session else { return };
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        session.leased_bytes -= bytes;
+        if session.leased_bytes == 0 && !session.drains.is_empty() {
+            self.rested.push(id);
         }
     }
 
