@@ -375,7 +375,7 @@ impl Core {
         let (Some(slot), true) = (found.slot, found.indexed || found.pins > 0) else {
             return ReadStart::Gone;
         };
-        let (namespace, checksum) = (found.namespace, found.checksum);
+        let (namespace, checksum) = (found.namespace, found.slot_checksum);
         let image_bytes = self.namespaces.get(namespace).image_bytes;
         let mut cursor = EvictionCursor::default();
         let Some(extent) = self.allocate(charge(image_bytes), u64::MAX, &mut cursor, out) else {
@@ -433,6 +433,7 @@ impl Core {
             None => {
                 self.stats.ssd_pages_read += 1;
                 self.stats.ssd_bytes_read += bytes;
+                found.checksum = found.slot_checksum;
             }
             Some(fault) => {
                 self.stats.ssd_read_errors[fault.index()] += 1;

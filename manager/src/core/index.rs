@@ -29,8 +29,11 @@ pub(super) struct Page {
     pub(super) extent: Option<Extent>,
     /// SSD replica.
     pub(super) slot: Option<Slot>,
-    /// xxh3-64 of the image.
+    /// xxh3-64 of the image in DRAM.
     pub(super) checksum: u64,
+    /// xxh3-64 of the image on SSD. Two computations of a page need not agree in every bit, so the
+    /// two replicas may differ and be equally good.
+    pub(super) slot_checksum: u64,
     /// Generation of the slot.
     pub(super) generation: u64,
     /// Leases and operations that need the page to stay.
@@ -107,6 +110,7 @@ impl PageSlab {
             extent: None,
             slot: None,
             checksum: 0,
+            slot_checksum: 0,
             generation: 0,
             pins: 0,
             io: 0,

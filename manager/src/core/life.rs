@@ -7,7 +7,7 @@
 use orbitkv_shm_protocol::ids::PageHash;
 
 use super::Core;
-use super::effect::{Effect, Effects, Extent, Slot};
+use super::effect::{Effect, Effects, Extent, ImageIdentity, Slot};
 use super::index::PageId;
 use super::namespace::NamespaceId;
 use super::slots::slot_bytes;
@@ -63,10 +63,11 @@ impl Core {
         self.extents.free(extent);
     }
 
-    pub(super) fn attach_slot(&mut self, page: PageId, slot: Slot, generation: u64) {
+    pub(super) fn attach_slot(&mut self, page: PageId, slot: Slot, image: &ImageIdentity) {
         debug_assert!(self.pages[page].slot.is_none());
         self.pages[page].slot = Some(slot);
-        self.pages[page].generation = generation;
+        self.pages[page].generation = image.generation;
+        self.pages[page].slot_checksum = image.checksum;
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
         self.slots.assign(slot, page);

@@ -204,7 +204,7 @@ impl Core {
                 self.stats.spilled(SpillOutcome::Written);
                 self.stats.ssd_pages_written += 1;
                 self.stats.ssd_bytes_written += bytes;
-                self.attach_slot(page, slot, image.generation);
+                self.attach_slot(page, slot, &image);
             }
             Some(fault) => {
                 self.stats.spilled(SpillOutcome::Failed);
