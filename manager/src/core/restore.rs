@@ -384,10 +384,13 @@ impl Core {
         for (reference, users) in of_group {
             if group_lives {
                 // Still counted in the total; the session that took it is no more.
-                if let Some(lease) = self.leases.get_mut(reference)
-                    && lease.session == Some(id)
-                {
+                let lease = self.leases.get_mut(reference);
+                if let Some(lease) = lease.filter(|lease| lease.session == Some(id)) {
                     lease.session = None;
+                    let bytes = lease.bytes;
+                    if let Some(session) = self.sessions.get_mut(id) {
+                        session.leased_bytes -= bytes;
+                    }
                 }
             } else if users == 0 {
                 self.end_lease(reference, out);
