@@ -168,6 +168,24 @@ impl PageSlab {
         })
     }
 
+    /// The page after `id` in a walk over the descendants of `top`, parents first.
+    pub(super) fn next_below(&self, id: PageId, top: PageId) -> Option<PageId> {
+        self.first_child(id).or_else(|| self.next_beside(id, top))
+    }
+
+    /// The page after `id` and all its descendants in a walk over those of `top`.
+    pub(super) fn next_beside(&self, id: PageId, top: PageId) -> Option<PageId> {
+        let mut at = id;
+        while at != top {
+            let next = self[at].next_sibling;
+            if next != NIL {
+                return Some(PageId(next));
+            }
+            at = self.parent(at)?;
+        }
+        None
+    }
+
     /// Makes `child`, which has no parent, a child of `parent`.
     pub(super) fn adopt(&mut self, parent: PageId, child: PageId) {
         debug_assert_eq!(self[child].parent, NIL);

@@ -17,7 +17,7 @@ use super::Core;
 use super::effect::{Direction, Extent, Slot};
 use super::extents::UNIT_BYTES;
 use super::flow::Work;
-use super::index::{Page, PageId};
+use super::index::PageId;
 use super::job::{EntryState, JobRef, Stage};
 use super::namespace::NamespaceFingerprint;
 use super::query::charge;
@@ -231,12 +231,12 @@ impl Core {
             assert!(!page.indexed || page.is_restorable(), "in no tier: {page:?}");
             let parent = self.pages.parent(id);
             assert!(page.indexed || parent.is_none(), "in the tree without index: {page:?}");
-            if let Some(parent) = parent {
-                let parent = &self.pages[parent];
+            if let Some(over) = parent {
+                let parent = &self.pages[over];
                 assert!(parent.indexed && parent.is_restorable(), "{page:?} lost its parent");
                 assert_eq!(parent.namespace, page.namespace);
-                let on_ssd = parent.slot.is_some() || parent.writing;
-                assert!(page.slot.is_none() || on_ssd, "{page:?} is on SSD, not so {parent:?}");
+                let place = page.slot.is_none() || self.has_place_on_ssd(over);
+                assert!(place, "{page:?} is on SSD, not so {parent:?}");
             }
             for child in self.pages.children(id) {
                 assert_eq!(self.pages.parent(child), Some(id), "child of another: {page:?}");
@@ -474,10 +474,7 @@ impl Core {
         assert_eq!(stats.spill_offered, ended + on_its_way, "offers to SSD");
         for page in self.spill.walk(&self.pages) {
             let Some(parent) = self.pages.parent(page) else { continue };
-            let parent: &Page = &self.pages[parent];
-            let goes = parent.slot.is_some()
-                || parent.writing
-                || self.pages.parent(page).is_some_and(|id| self.spill.contains(&self.pages, id));
+            let goes = self.has_place_on_ssd(parent);
             assert!(goes, "waits for a write that cannot come: {:?}", self.pages[page]);
         }
     }

@@ -507,6 +507,7 @@ impl Core {
             for position in needed.clone() {
                 let Some(page) = found.at(position, number) else { continue };
                 self.pages[page].hits = self.pages[page].hits.saturating_add(1);
+                self.offer_reused(page);
                 self.pin(page);
                 if let Some(lease) = self.leases.get_mut(reference) {
                     lease.pages.push(LeasedPage { page, ended: false });

@@ -329,7 +329,7 @@ impl Slots {
         &self,
         pages: &PageSlab,
         slot_bytes: u32,
-        evictable: impl Fn(PageId) -> bool,
+        mut evictable: impl FnMut(PageId) -> bool,
     ) -> Option<(u16, u32, Vec<PageId>)> {
         if self.classes.iter().any(|class| class.slot_bytes == slot_bytes && class.used > 0) {
             return None;
