@@ -145,6 +145,7 @@ impl Core {
         let window = self.config.read_window_bytes;
         let Some(job) = self.jobs.get_mut(reference) else { return false };
         let Stage::Restore { next_read, window_bytes, .. } = &mut job.stage else { return false };
+        let before = *next_read;
         while job
             .entries
             .get(*next_read as usize)
@@ -152,11 +153,15 @@ impl Core {
         {
             *next_read += 1;
         }
-        let position = *next_read;
-        let Some(entry) = job.entries.get(position as usize) else { return false };
-        let Some(page) = entry.page else { return false };
+        let (position, window_bytes) = (*next_read, *window_bytes);
+        let page = job.entries.get(position as usize).and_then(|entry| entry.page);
+        if position > before {
+            // Somebody else brought pages in that were on SSD only.
+            self.queue_copy(reference);
+        }
+        let Some(page) = page else { return false };
         let bytes = charge(self.namespaces.get(self.pages[page].namespace).image_bytes);
-        if *window_bytes > 0 && *window_bytes + bytes > window {
+        if window_bytes > 0 && window_bytes + bytes > window {
             return false;
         }
         let started = self.read_page(page, out);
