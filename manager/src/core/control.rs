@@ -320,11 +320,13 @@ impl Core {
         let silent = self.jobs.iter().filter(|(_, job)| job.session == id && job.silent);
         jobs.extend(silent.map(|(reference, _)| reference));
         self.sessions.turn.retain(|&other| other != id);
-        for reference in jobs {
+        for &reference in &jobs {
             if let Some(job) = self.jobs.get_mut(reference) {
                 job.abandoned = true;
-                self.stop_job(now, reference, Code::Cancelled, out);
             }
+        }
+        for reference in jobs {
+            self.stop_job(now, reference, Code::Cancelled, out);
         }
         let group_lives = self.sessions.group_lives(engine);
         self.end_group_leases(id, group_lives, out);
