@@ -110,6 +110,8 @@ pub struct World {
     out: Effects,
     events: u32,
     next_session: u32,
+    /// The operation that is being taken from its ring.
+    asked: Option<(SessionId, OperationId)>,
     /// Pages that may be found, by namespace: saved since it was last forgotten.
     known: HashMap<NamespaceFingerprint, HashSet<PageHash>>,
     /// What was known when a forget was asked for that is not recorded yet.
@@ -140,6 +142,7 @@ impl World {
             out: Effects::default(),
             events: 0,
             next_session: 0,
+            asked: None,
             known: HashMap::new(),
             unrecorded: HashMap::new(),
         }
@@ -289,7 +292,9 @@ impl World {
         self.learn(session, &body, entries);
         let submitted = Submitted { request, entries: entries.to_vec(), restorable };
         self.client_mut(session).in_flight.insert(operation.index, submitted);
+        self.asked = Some((session, operation));
         self.handle(Event::Requested { session, request, pages: entries });
+        self.asked = None;
         operation
     }
 
@@ -784,7 +789,8 @@ impl World {
         let pages = ended.submitted.entries.iter().filter(|entry| !entry.is_anchor());
         let hashes: Vec<_> = pages.map(|entry| PageHash(entry.hash)).collect();
         let (completion, len) = (&ended.completion, ended.completion.pages as usize);
-        if completion.status == Status::Ok && completion.queued_ns == self.now {
+        let at_once = self.asked == Some((session, completion.operation));
+        if completion.status == Status::Ok && at_once {
             assert_eq!(len, ended.submitted.restorable, "not the longest prefix: {ended:?}");
         }
         let Some(lease) = completion.lease else { return };
@@ -799,7 +805,8 @@ impl World {
                 let known = self.known.get(&member.fingerprint);
                 let known = known.is_some_and(|known| known.contains(&hashes[at]));
                 let views = pinned.get(&key).map_or(&[][..], Vec::as_slice);
-                let forgotten = completion.queued_ns < self.now;
+                // A query that had to wait may have found a page before it was forgotten.
+                let forgotten = !at_once;
                 assert!(known || forgotten, "hit of a page that nobody saved: {key:?}");
                 let good = |page: &PageView| mode == QueryMode::Candidate || page.resident.is_some();
                 assert!(views.iter().any(good), "leased and not there: {key:?} {views:?}");
