@@ -349,7 +349,8 @@ impl Core {
             Stage::Wait { .. } | Stage::Drain | Stage::Unregister { .. } => true,
             Stage::Forget { pending } => pending > 0,
         };
-        assert!(moving, "nothing will end {job:?}");
+        let pages = || job.entries.iter().filter_map(|e| e.page).map(|page| &self.pages[page]);
+        assert!(moving, "nothing will end {job:?} {:?}", pages().collect::<Vec<_>>());
         self.flow.check_queued(reference, job);
     }
 

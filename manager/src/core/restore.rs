@@ -387,20 +387,19 @@ impl Core {
             .map(|(reference, lease)| (reference, lease.users))
             .collect();
         for (reference, users) in of_group {
-            if group_lives {
-                // Still counted in the total; the session that took it is no more.
-                let lease = self.leases.get_mut(reference);
-                if let Some(lease) = lease.filter(|lease| lease.session == Some(id)) {
-                    lease.session = None;
-                    let bytes = lease.bytes;
-                    if let Some(session) = self.sessions.get_mut(id) {
-                        session.leased_bytes -= bytes;
-                    }
-                }
-            } else if users == 0 {
+            if users == 0 && !group_lives {
                 self.end_lease(reference, out);
-            } else if let Some(lease) = self.leases.get_mut(reference) {
-                lease.closed = true;
+                continue;
+            }
+            let Some(lease) = self.leases.get_mut(reference) else { continue };
+            lease.closed |= !group_lives;
+            if lease.session == Some(id) {
+                // Still counted in the total; the session that took it is no more.
+                lease.session = None;
+                let bytes = lease.bytes;
+                if let Some(session) = self.sessions.get_mut(id) {
+                    session.leased_bytes -= bytes;
+                }
             }
         }
     }
