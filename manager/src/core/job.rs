@@ -41,7 +41,7 @@ pub(super) struct Entry {
     pub(super) outcome: PageOutcome,
     pub(super) tier: Tier,
     pub(super) code: Code,
-    /// Restore: the leased page.
+    /// Restore: the leased page, pinned until it is `None`.
     pub(super) page: Option<PageId>,
     /// Save: memory that the copy fills, owned by the job until the commit.
     pub(super) extent: Option<Extent>,

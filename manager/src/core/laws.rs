@@ -261,7 +261,7 @@ impl Core {
             for &page in &job.pinned {
                 *pins.entry(page).or_default() += 1;
             }
-            if let Stage::Restore { keep: false, .. } = job.stage {
+            if let Stage::Restore { .. } = job.stage {
                 for page in job.entries.iter().filter_map(|entry| entry.page) {
                     *pins.entry(page).or_default() += 1;
                 }

@@ -95,8 +95,10 @@ impl Core {
         {
             lease.users += 1;
             for (entry, leased) in pages.iter().zip(&mut lease.pages[start..]) {
-                if !ask.keep {
-                    // The pin passes from the lease to this operation.
+                // This operation has a pin of its own: the lease's, or one more.
+                if ask.keep {
+                    self.pages[leased.page].pins += 1;
+                } else {
                     leased.ended = true;
                     lease.live_pages -= 1;
                 }
@@ -312,20 +314,18 @@ impl Core {
             let image = self.namespaces.get(namespace).image_bytes;
             ended.bytes = u64::from(ended.pages) * u64::from(image);
         }
-        if !keep {
-            for entry in entries.iter_mut().rev() {
-                if let Some(page) = entry.page.take() {
-                    self.unpin(page, out);
-                }
+        for entry in entries.iter_mut().rev() {
+            if let Some(page) = entry.page.take() {
+                self.unpin(page, out);
             }
-            if let Some(namespace) = namespace {
-                // Streamed pages were let go of from the head: put the whole chain in order.
-                // Else only the parents outside of the range are missing.
-                let deepest = entries.iter().rev().find_map(|e| self.find(namespace, &e.hash));
-                let head = entries.first().and_then(|e| self.find(namespace, &e.hash));
-                let from = if streaming { deepest } else { head };
-                self.touch_upwards(from, 0);
-            }
+        }
+        if let Some(namespace) = namespace {
+            // Streamed pages were let go of from the head: put the whole chain in order.
+            // Else only the parents outside of the range are missing.
+            let deepest = entries.iter().rev().find_map(|e| self.find(namespace, &e.hash));
+            let head = entries.first().and_then(|e| self.find(namespace, &e.hash));
+            let from = if streaming { deepest } else { head };
+            self.touch_upwards(from, 0);
         }
         let named_bytes = if keep { 0 } else { entries.len() as u64 * unit_bytes };
         if let Some(job) = self.jobs.get_mut(reference) {
