@@ -53,8 +53,9 @@ impl Core {
         let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {
             return self.fail(ctx, ended, Code::UnknownLease, out);
         };
-        if lease.closed {
-            let code = if lease.expired { Code::ExpiredLease } else { Code::UnknownLease };
+        let expired = lease.expired || lease.expires <= ctx.now;
+        if lease.closed || expired {
+            let code = if expired { Code::ExpiredLease } else { Code::UnknownLease };
             return self.fail(ctx, ended, code, out);
         }
         let Some(part) = lease.part(namespace) else {
