@@ -49,6 +49,10 @@ pub(super) fn charge(image_bytes: u32) -> u64 {
 pub(super) struct Found {
     members: Vec<Member>,
     pages: Vec<Option<PageId>>,
+    /// Unless every member is a chain: whether a restore may end after so many pages.
+    ends: Vec<bool>,
+    /// Pages of each member that are there without a gap, up to the position looked at.
+    runs: Vec<u32>,
     /// Longest restorable length.
     len: u32,
     /// Every member is a chain.
@@ -62,14 +66,25 @@ impl Found {
 
     /// Whether a restore may end after `len` pages.
     fn restorable(&self, len: u32) -> bool {
-        if self.chains {
-            return len <= self.len;
+        if self.chains { len <= self.len } else { self.ends.get(len as usize) == Some(&true) }
+    }
+
+    /// Finds every restorable length in one pass, whatever the windows are.
+    fn find_ends(&mut self, positions: u32) {
+        self.ends.clear();
+        self.ends.push(true);
+        self.runs.clear();
+        self.runs.resize(self.members.len(), 0);
+        for position in 0..positions {
+            let mut ends = true;
+            for number in 0..self.members.len() {
+                let run = if self.at(position, number).is_some() { self.runs[number] + 1 } else { 0 };
+                self.runs[number] = run;
+                let needed = self.members[number].needed(position + 1);
+                ends &= run >= needed.end - needed.start;
+            }
+            self.ends.push(ends);
         }
-        let present = |member: usize, position| self.at(position, member).is_some();
-        self.members
-            .iter()
-            .enumerate()
-            .all(|(number, member)| member.needed(len).all(|position| present(number, position)))
     }
 
     fn bytes(&self, len: u32) -> u64 {
@@ -415,6 +430,7 @@ impl Core {
         let positions = found.pages.len() / found.members.len().max(1);
         found.len = positions as u32;
         if !found.chains {
+            found.find_ends(found.len);
             while found.len > 0 && !found.restorable(found.len) {
                 found.len -= 1;
             }
