@@ -127,7 +127,7 @@ impl Core {
         self.count_lookup(&found, pages.len() - skip);
         let Some(session) = self.sessions.get(ctx.session) else { return };
         let speculative = mode == QueryMode::Speculative;
-        let queued_behind = !session.waiting.is_empty();
+        let queued_behind = !session.waiting.is_empty() || self.sessions.total_is_short;
         let available = self.budget.available(session.leased_bytes, speculative);
         let ceiling = found.cut_to(found.len, self.budget.ceiling(speculative));
         let now_fits = found.bytes(ceiling) <= available && !self.leases.is_full();
@@ -141,7 +141,7 @@ impl Core {
             QueryMode::Demand if ceiling > 0 && (!now_fits || queued_behind) => {
                 let found_len = found.len;
                 self.recycle(found);
-                return self.wait_for_budget(ctx, &ended, scope, pages, found_len);
+                return self.wait_for_budget(ctx, &ended, scope, pages, found_len, out);
             }
             _ => ceiling,
         };
@@ -243,6 +243,7 @@ impl Core {
         scope: ScopeId,
         pages: &[PageEntry],
         found: u32,
+        out: &mut Effects,
     ) {
         let reference = self.open_job(ctx, ended, Stage::Wait { scope });
         if let Some(job) = self.jobs.get_mut(reference) {
@@ -258,11 +259,16 @@ impl Core {
         if session.waiting.len() == 1 {
             self.sessions.turn.push_back(ctx.session);
         }
+        // The first that waits finds out what for.
+        if !self.sessions.total_is_short {
+            self.admit_waiting(ctx.now, out);
+        }
     }
 
     /// Serves waiting queries, one a session in turn, until the next one does not fit the total.
     pub(super) fn admit_waiting(&mut self, now: Nanos, out: &mut Effects) {
         let mut blocked_sessions = 0;
+        self.sessions.total_is_short = false;
         while blocked_sessions < self.sessions.turn.len() {
             let Some(&id) = self.sessions.turn.front() else { return };
             match self.admit_next_of(now, id, out) {
@@ -275,7 +281,10 @@ impl Core {
                     blocked_sessions += 1;
                     self.sessions.turn.rotate_left(1);
                 }
-                Turn::TotalFull => return,
+                Turn::TotalFull => {
+                    self.sessions.total_is_short = true;
+                    return;
+                }
                 Turn::Nothing => {
                     self.sessions.turn.pop_front();
                 }

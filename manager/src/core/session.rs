@@ -132,6 +132,8 @@ pub(super) struct Sessions {
     live: usize,
     /// Sessions with waiting queries, in the order in which they are served next.
     pub(super) turn: VecDeque<SessionId>,
+    /// The first in turn waits for bytes of the total: nobody overtakes it.
+    pub(super) total_is_short: bool,
 }
 
 impl Sessions {
