@@ -54,6 +54,8 @@ pub(super) struct Flow {
     readers: VecDeque<JobRef>,
     /// Restores without memory for their next read.
     pub(super) starved: VecDeque<JobRef>,
+    /// Memory was freed or let go of since they last tried.
+    pub(super) memory_moved: bool,
     copies_in_flight: [u32; 2],
     pub(super) reads_in_flight: u32,
     reads_bytes: u64,
@@ -296,6 +298,18 @@ impl Core {
     }
 
     pub(super) fn pump_reads(&mut self, now: Nanos, out: &mut Effects) {
+        loop {
+            self.feed_starved();
+            self.give_read_turns(now, out);
+            // What ended meanwhile may have let go of memory that somebody waits for.
+            let again = self.flow.memory_moved && !self.flow.starved.is_empty();
+            if !again || !self.may_read() {
+                return;
+            }
+        }
+    }
+
+    fn give_read_turns(&mut self, now: Nanos, out: &mut Effects) {
         // Each job gets one page a turn; one that cannot go on leaves the queue.
         while self.may_read() {
             let Some(reference) = self.flow.readers.pop_front() else { return };
@@ -425,6 +439,7 @@ impl Core {
         self.flow.reads_bytes -= bytes;
         // Held until everyone has been told.
         self.pin(page);
+        self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.reading = false;
         found.io -= 1;
@@ -455,7 +470,6 @@ impl Core {
         let parent = self.pages.parent(page);
         self.unpin(page, out);
         self.touch_upwards(parent, 0);
-        self.feed_starved();
     }
 
     fn page_arrived(
@@ -498,7 +512,10 @@ impl Core {
     }
 
     /// Lets restores that had no memory try again.
-    pub(super) fn feed_starved(&mut self) {
+    fn feed_starved(&mut self) {
+        if !std::mem::take(&mut self.flow.memory_moved) {
+            return;
+        }
         for _ in 0..self.flow.starved.len() {
             let Some(reference) = self.flow.starved.pop_front() else { return };
             if let Some(job) = self.jobs.get_mut(reference)

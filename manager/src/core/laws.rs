@@ -18,7 +18,7 @@ use super::effect::{Direction, Extent, Slot};
 use super::extents::UNIT_BYTES;
 use super::flow::Work;
 use super::index::PageId;
-use super::job::{EntryState, JobRef, Stage};
+use super::job::{EntryState, Job, JobRef, Stage};
 use super::namespace::NamespaceFingerprint;
 use super::query::charge;
 use super::slots::slot_bytes;
@@ -334,9 +334,19 @@ impl Core {
         }
     }
 
+    /// Every operation whose deadline ends it is looked at in time.
+    fn check_deadline(&self, job: &Job) {
+        let waits = job.stop.is_none() && !job.silent;
+        let ends = !matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
+        if waits && ends {
+            assert!(self.next_deadline <= job.deadline, "nobody sees the deadline of {job:?}");
+        }
+    }
+
     /// Every operation has something under way, or stands in the queue for it.
     fn check_progress(&self, reference: JobRef) {
         let Some(job) = self.jobs.get(reference) else { return };
+        self.check_deadline(job);
         let queued = job.queued_for_copy || job.queued_for_read;
         let moving = match job.stage {
             Stage::Idle => false,

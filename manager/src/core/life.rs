@@ -60,7 +60,13 @@ impl Core {
         if self.pages[page].pins > 0 {
             self.pinned_bytes -= u64::from(extent.bytes);
         }
+        self.free_memory(extent);
+    }
+
+    /// Gives memory back to the pool.
+    pub(super) fn free_memory(&mut self, extent: Extent) {
         self.extents.free(extent);
+        self.flow.memory_moved = true;
     }
 
     pub(super) fn attach_slot(&mut self, page: PageId, slot: Slot, image: &ImageIdentity) {
@@ -127,6 +133,7 @@ impl Core {
         if found.pins > 0 {
             return false;
         }
+        self.flow.memory_moved = true;
         if let Some(extent) = found.extent {
             self.pinned_bytes -= u64::from(extent.bytes);
         }

@@ -256,8 +256,7 @@ impl Core {
                     self.unpin_in_place(page, out);
                 }
             }
-            self.feed_starved();
-        }
+            }
         let Some(job) = self.jobs.get(reference) else { return };
         if job.stop.is_none() {
             self.queue_copy(reference);
@@ -336,7 +335,6 @@ impl Core {
         let ended = Self::stopped(code, ended.pages, ended);
         self.end_job(now, reference, ended, out);
         self.leave_region(now, id, region, out);
-        self.feed_starved();
         self.admit_waiting(now, out);
     }
 
@@ -375,7 +373,6 @@ impl Core {
         }
         self.leases.close(reference);
         self.give_budget(session, bytes, speculative);
-        self.feed_starved();
     }
 
     /// Ends every lease that counts against a session or, without other sessions, its group.

@@ -181,7 +181,7 @@ impl Core {
         let existing = self.find(namespace, &hash);
         let page = match existing {
             Some(page) if self.pages[page].extent.is_some() => {
-                self.extents.free(extent);
+                self.free_memory(extent);
                 entries[at].end(PageOutcome::Present, Code::None);
                 entries[at].tier = Tier::Dram;
                 return;
@@ -190,7 +190,7 @@ impl Core {
             None => match self.parent_of(namespace, entries, at) {
                 Ok(parent) => self.insert_page(namespace, hash, parent),
                 Err(()) => {
-                    self.extents.free(extent);
+                    self.free_memory(extent);
                     entries[at].end(PageOutcome::Refused, Code::ParentAbsent);
                     return;
                 }
@@ -237,7 +237,7 @@ impl Core {
         let mut first_refusal = Code::None;
         for entry in &mut entries {
             if let Some(extent) = entry.extent.take() {
-                self.extents.free(extent);
+                self.free_memory(extent);
             }
             if matches!(entry.state, EntryState::Pending | EntryState::Copied) {
                 entry.end(PageOutcome::Refused, code);
@@ -275,7 +275,6 @@ impl Core {
         }
         self.end_job(now, reference, ended, out);
         self.leave_region(now, id, region, out);
-        self.feed_starved();
     }
 
     /// Touches every chain of the range, tail first, parents outside of it included.

@@ -257,6 +257,7 @@ impl Core {
         let Work::Write { page, slot, image, bytes } = self.flow.end(ticket) else { return };
         self.flow.writes_in_flight -= 1;
         self.flow.writes_bytes -= bytes;
+        self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.writing = false;
         found.io -= 1;
@@ -287,7 +288,6 @@ impl Core {
         if !self.pages[page].indexed {
             self.bury(page, out);
         }
-        self.feed_starved();
     }
 
     /// Takes what is below a page that did not get to SSD away from there.
