@@ -6,7 +6,7 @@ use orbitkv_shm_protocol::record::{Code, Completion, Status};
 use super::effect::{Effect, Effects};
 use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
-use super::job::{JobRef, Stage};
+use super::job::{Job, JobRef, Stage};
 use super::namespace::NamespaceId;
 use super::stats::SpillOutcome;
 use super::{Core, Taken};
@@ -353,20 +353,22 @@ impl Core {
         if now < self.next_deadline {
             return;
         }
-        let late: Vec<_> = self
-            .jobs
-            .iter()
-            .filter(|(_, job)| {
-                job.deadline <= now && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
-            })
-            .map(|(reference, _)| reference)
-            .collect();
-        for reference in late {
-            self.stop_job(now, reference, Code::Deadline, out);
+        let runs = |job: &Job| {
+            let ignores = matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
+            !ignores && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
+        };
+        // Stopping one may start another whose deadline has passed too.
+        loop {
+            let late = self.jobs.iter().filter(|(_, job)| job.deadline <= now && runs(job));
+            let late: Vec<_> = late.map(|(reference, _)| reference).collect();
+            if late.is_empty() {
+                break;
+            }
+            for reference in late {
+                self.stop_job(now, reference, Code::Deadline, out);
+            }
         }
-        let waiting = self.jobs.iter().filter(|(_, job)| {
-            job.stop.is_none_or(|stop| stop.code == Code::OverBudget) && job.deadline > now
-        });
-        self.next_deadline = waiting.map(|(_, job)| job.deadline).min().unwrap_or(Nanos::MAX);
+        let next = self.jobs.iter().filter(|(_, job)| runs(job)).map(|(_, job)| job.deadline);
+        self.next_deadline = next.min().unwrap_or(Nanos::MAX);
     }
 }
