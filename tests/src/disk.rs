@@ -86,7 +86,7 @@ impl Disk {
     }
 
     fn footer_unit(slot: &Slot) -> u64 {
-        (slot.offset + u64::from(slot.bytes) - FOOTER_BYTES) / UNIT_BYTES
+        (slot.offset + u64::from(slot.bytes) - u64::from(FOOTER_BYTES)) / UNIT_BYTES
     }
 
     /// Panics when the slot is not one that may be written.
@@ -94,7 +94,7 @@ impl Disk {
         let device = &self.devices[usize::from(slot.device)];
         assert_eq!(slot.bytes, slot_bytes(image.image_bytes));
         assert!(!device.retired.contains(&slot.offset), "write into retired {slot:?}");
-        let place = device.geometry.locate(slot.offset, slot.bytes);
+        let place = device.geometry.slot_at(slot.offset, slot.bytes);
         let (region, _) = place.expect("a slot lies on its region's grid");
         let recorded = device.region_slot_bytes[region as usize];
         assert_eq!(recorded, slot.bytes, "region {region} is written before it is recorded");

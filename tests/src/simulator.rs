@@ -240,7 +240,7 @@ impl Simulation {
         summary.written += stats.ssd_pages_written;
         summary.read += stats.ssd_pages_read;
         summary.evictions += stats.evictions;
-        summary.expired += stats.leases_expired;
+        summary.expired += stats.leases_ended[orbitkv_manager::core::LeaseEnd::Expired as usize];
         summary.recovered += stats.recovered_pages;
     }
 

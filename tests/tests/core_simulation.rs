@@ -28,7 +28,7 @@ fn run(seeds: impl Iterator<Item = u64>, check_every: u32, events: u32) -> Summa
         all.recovered += one.recovered;
         all.crashes += one.crashes;
     }
-    assert_eq!(failed, [], "seeds that fail");
+    assert_eq!(failed, [0_u64; 0], "seeds that fail");
     all
 }
 
