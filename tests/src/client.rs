@@ -185,10 +185,8 @@ pub fn check_answer(ended: &Ended) {
     assert_eq!(completion.status == Status::Ok, completion.code == Code::None, "{}", context());
     assert!(results.is_empty() || results.len() == entries.len(), "{}", context());
     for (result, entry) in results.iter().zip(entries) {
-        let of = OperationId {
-            index: result.operation_index,
-            generation: result.operation_generation,
-        };
+        let of =
+            OperationId { index: result.operation_index, generation: result.operation_generation };
         assert_eq!(of, completion.operation, "{}", context());
         let none = outcome(result) == PageOutcome::None;
         assert_eq!(none, entry.is_anchor(), "{}", context());

@@ -98,6 +98,12 @@ impl Rig {
         ended.pages
     }
 
+    /// Hit of a demand query that must be answered without any work ending.
+    pub fn hits_at_once(&mut self, hashes: &[PageHash]) -> u32 {
+        let operation = self.query(self.seat, hashes);
+        self.world.ended(self.seat.session, operation).completion.pages
+    }
+
     /// A lease on all of `hashes`.
     pub fn lease(&mut self, hashes: &[PageHash]) -> LeaseId {
         self.lease_for(self.seat, hashes)

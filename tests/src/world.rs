@@ -15,8 +15,8 @@ use orbitkv_shm_protocol::ids::{
     EngineId, LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId,
 };
 use orbitkv_shm_protocol::record::{
-    Completion, PageEntry, PageOutcome, PageRange, PageResult, QueryMode, Request,
-    RequestBody, RequestKind, Status,
+    Completion, PageEntry, PageOutcome, PageRange, PageResult, QueryMode, Request, RequestBody,
+    RequestKind, Status,
 };
 
 use crate::client::{Client, Ended, Member, Region, Submitted, check_answer, outcome};
@@ -423,9 +423,8 @@ impl World {
             .map(|page| Key { namespace: page.namespace, hash: page.hash })
             .collect();
         let pages: Vec<_> = entries.iter().filter(|entry| !entry.is_anchor()).collect();
-        let present = |member: &Member, at: usize| {
-            there.contains(&member.key(PageHash(pages[at].hash)))
-        };
+        let present =
+            |member: &Member, at: usize| there.contains(&member.key(PageHash(pages[at].hash)));
         let whole = |len: usize| {
             members.iter().all(|member| member.needed(len).all(|at| present(member, at)))
         };
@@ -438,7 +437,9 @@ impl World {
         match body {
             RequestBody::Save { region, .. } => {
                 let region = client.regions.get(region.0 as usize).and_then(Option::as_ref);
-                let Some(namespace) = region.map(|region| region.member.fingerprint) else { return };
+                let Some(namespace) = region.map(|region| region.member.fingerprint) else {
+                    return;
+                };
                 let pages = entries.iter().filter(|entry| !entry.is_anchor());
                 let known = self.known.entry(namespace).or_default();
                 known.extend(pages.map(|entry| PageHash(entry.hash)));
@@ -555,7 +556,8 @@ impl World {
         self.memory.end(ticket);
         if let Some(operation) = done.filter(|_| fault.is_none()) {
             let client = self.client(session);
-            let asked = client.in_flight.get(&operation.index).filter(|s| s.request.operation == operation);
+            let asked =
+                client.in_flight.get(&operation.index).filter(|s| s.request.operation == operation);
             if let Some(asked) = asked.filter(|_| !client.closed) {
                 for at in 0..asked.entries.len() {
                     self.check_restored(session, asked, at);
@@ -750,7 +752,8 @@ impl World {
             // The engine uses its pages for something else at once.
             let pages = ended.submitted.entries.iter().filter(|entry| !entry.is_anchor());
             for entry in pages {
-                region.pages[entry.device_page as usize].fill(POISON);
+                let Some(page) = region.pages.get_mut(entry.device_page as usize) else { continue };
+                page.fill(POISON);
                 region.free.push(entry.device_page);
             }
         }
@@ -808,7 +811,8 @@ impl World {
                 // A query that had to wait may have found a page before it was forgotten.
                 let forgotten = !at_once;
                 assert!(known || forgotten, "hit of a page that nobody saved: {key:?}");
-                let good = |page: &PageView| mode == QueryMode::Candidate || page.resident.is_some();
+                let good =
+                    |page: &PageView| mode == QueryMode::Candidate || page.resident.is_some();
                 assert!(views.iter().any(good), "leased and not there: {key:?} {views:?}");
             }
         }
@@ -909,7 +913,11 @@ pub fn spec(model: &str, page_bytes: u64) -> NamespaceSpec {
 /// One SSD device with `regions` regions of `region_bytes`.
 pub fn device(regions: u64, region_bytes: u64) -> RegionGeometry {
     let data_offset = 64 << 10;
-    RegionGeometry { data_offset, capacity_bytes: data_offset + regions * region_bytes, region_bytes }
+    RegionGeometry {
+        data_offset,
+        capacity_bytes: data_offset + regions * region_bytes,
+        region_bytes,
+    }
 }
 
 /// Whether work is a copy in one direction.

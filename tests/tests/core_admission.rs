@@ -3,9 +3,7 @@
 
 use orbitkv_manager::core::CoreConfig;
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId};
-use orbitkv_shm_protocol::record::{
-    Code, PageOutcome, QueryMode, RequestBody, Status, Tier,
-};
+use orbitkv_shm_protocol::record::{Code, PageOutcome, QueryMode, RequestBody, Status, Tier};
 use orbitkv_tests::rig::{MILLISECOND, PAGE, Rig, Seat, generous};
 use orbitkv_tests::world::{chain, is_read, is_write, pages, spec};
 
@@ -60,9 +58,9 @@ fn sessions_take_turns_for_the_total() {
     let mut served = Vec::new();
     for _ in 0..waiting.len() {
         rig.release(holder.0, holder.1);
-        let mut now = waiting.iter().filter_map(|&(seat, operation)| {
-            Some((seat, lease_of(&mut rig, seat, operation)?))
-        });
+        let mut now = waiting
+            .iter()
+            .filter_map(|&(seat, operation)| Some((seat, lease_of(&mut rig, seat, operation)?)));
         holder = now.next().expect("one is served for each that lets go");
         served.push(holder.0);
     }

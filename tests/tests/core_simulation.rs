@@ -34,8 +34,15 @@ fn run(seeds: impl Iterator<Item = u64>, check_every: u32, events: u32) -> Summa
 
 /// Runs that do nothing would pass: everything that can happen has to have happened.
 fn check_covers(all: &Summary) {
-    let counts =
-        [all.restored, all.written, all.read, all.evictions, all.expired, all.recovered, all.crashes];
+    let counts = [
+        all.restored,
+        all.written,
+        all.read,
+        all.evictions,
+        all.expired,
+        all.recovered,
+        all.crashes,
+    ];
     assert!(counts.iter().all(|&count| count > 0), "{all:?}");
     println!("{all:?}");
 }

@@ -107,7 +107,8 @@ impl Flow {
         assert_eq!((self.reads_in_flight, self.reads_bytes), (reads, read_bytes), "reads");
         assert_eq!((self.writes_in_flight, self.writes_bytes), (writes, write_bytes), "writes");
         for direction in [Direction::Save, Direction::Restore] {
-            let of = |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
+            let of =
+                |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
             let counted = self.under_way().filter(of).count();
             assert_eq!(self.copies_in_flight[direction as usize] as usize, counted, "copies");
         }

@@ -400,7 +400,11 @@ impl Core {
                 live += live_here;
                 bytes += live_here as u64 * charge(part.image_bytes);
             }
-            assert_eq!((lease.live_pages as usize, lease.bytes), (live, bytes), "sums of {lease:?}");
+            assert_eq!(
+                (lease.live_pages as usize, lease.bytes),
+                (live, bytes),
+                "sums of {lease:?}"
+            );
             assert_eq!(live, lease.pages.iter().filter(|leased| !leased.ended).count());
             if lease.granted {
                 let of_use = lease.users > 0 || (!lease.closed && live > 0);
@@ -464,9 +468,10 @@ impl Core {
             for (region, users) in session.regions.iter().zip(users) {
                 assert_eq!(region.as_ref().map_or(0, |region| region.users), users);
             }
-            let copies = self.flow.under_way().filter(
-                |work| matches!(work, Work::Copy { session, .. } if *session == id),
-            );
+            let copies = self
+                .flow
+                .under_way()
+                .filter(|work| matches!(work, Work::Copy { session, .. } if *session == id));
             assert_eq!(session.copies as usize, copies.count(), "copies of session {id}");
             assert!(!session.closing || outstanding > 0 || session.copies > 0, "{id} has ended");
             let turns = self.sessions.turn.iter().filter(|&&other| other == id).count();

@@ -78,7 +78,8 @@ impl Found {
         for position in 0..positions {
             let mut ends = true;
             for number in 0..self.members.len() {
-                let run = if self.at(position, number).is_some() { self.runs[number] + 1 } else { 0 };
+                let run =
+                    if self.at(position, number).is_some() { self.runs[number] + 1 } else { 0 };
                 self.runs[number] = run;
                 let needed = self.members[number].needed(position + 1);
                 ends &= run >= needed.end - needed.start;

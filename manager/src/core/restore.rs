@@ -256,7 +256,7 @@ impl Core {
                     self.unpin_in_place(page, out);
                 }
             }
-            }
+        }
         let Some(job) = self.jobs.get(reference) else { return };
         if job.stop.is_none() {
             self.queue_copy(reference);
