@@ -9,11 +9,13 @@
 //! | `world` | `core` between them: every effect is carried out and checked |
 //! | `simulator` | random engines, faults and crashes from a seed |
 //! | `reference` | an independent model of the pool without SSD |
+//! | `rig` | a world with one engine, for tests of single promises |
 
 pub mod client;
 pub mod content;
 pub mod disk;
 pub mod memory;
 pub mod reference;
+pub mod rig;
 pub mod simulator;
 pub mod world;
