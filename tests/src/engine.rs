@@ -396,10 +396,14 @@ impl Engine {
     /// The next operation that ends.
     ///
     /// # Panics
-    /// When none does, or the session ends.
+    /// When none does, or the session has ended.
     pub fn next(&mut self) -> Ended {
         let waited = self.client.wait(PATIENCE).unwrap();
         let completion = waited.expect("an operation ends in time");
+        if completion.status == Status::Gone {
+            while self.client.poll().is_ok_and(|next| next.is_some()) {}
+            panic!("{completion:?} because {:?}", self.client.poll());
+        }
         let results = self.client.results(&completion).collect();
         Ended { completion, results }
     }

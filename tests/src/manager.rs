@@ -215,6 +215,16 @@ impl Manager {
         }
     }
 
+    /// Waits until a counter has come to `expected`, which it must never pass: a completion may be
+    /// seen a moment before what it counts.
+    ///
+    /// # Panics
+    /// When it passes or never comes.
+    pub fn counted(&self, metric: Metric, expected: u64) {
+        let seen = self.settle("the counter", |seen| seen.counters.get(metric) >= expected);
+        assert_eq!(seen.counters.get(metric), expected, "{metric:?}");
+    }
+
     /// Waits until nobody holds or waits for anything: no lease, no operation, no budget, no pin.
     ///
     /// # Panics
