@@ -10,12 +10,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use orbitkv_manager::core::{Extent, ImageIdentity, IoFault, Slot, Ticket};
+use orbitkv_manager::core::{
+    Extent, ImageIdentity, IoFault, RecoveredPage, RegionGeometry, Slot, Ticket,
+};
 use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
-use orbitkv_manager::ssd::format::RegionGeometry;
 use orbitkv_manager::ssd::{
-    EngineChoice, EngineKind, Health, ReadOrder, RecoveredPage, Recovery, SlotCounts, SsdConfig,
-    SsdEnd, SsdError, SsdTier, WriteOrder, verify,
+    EngineChoice, EngineKind, Health, ReadOrder, Recovery, SlotCounts, SsdConfig, SsdEnd, SsdError,
+    SsdTier, WriteOrder, verify,
 };
 use orbitkv_shm_protocol::ids::PageHash;
 

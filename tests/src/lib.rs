@@ -1,5 +1,26 @@
-//! What the tests of this crate share.
+//! What the tests of this crate share: the Manager's `core` in a world of fakes, and real
+//! Managers and engines in processes of their own.
+//!
+//! | module | is |
+//! | --- | --- |
+//! | `content` | what the bytes of a page are: a function of its key |
+//! | `memory` | the fake DRAM pool |
+//! | `disk` | the fake SSD tier, with what survives a crash |
+//! | `client` | the fake engines: their sessions, regions and operations |
+//! | `world` | `core` between them: every effect is carried out and checked |
+//! | `simulator` | random engines, faults and crashes from a seed |
+//! | `reference` | an independent model of the pool without SSD |
+//! | `manager` | a real Manager process on a socket and SSD file of its own |
+//! | `engine` | a real attached engine whose device pages can be checked byte for byte |
+//! | `engine_process` | the same in a process of its own, to be stopped and killed |
 
+pub mod client;
+pub mod content;
+pub mod disk;
 pub mod engine;
 pub mod engine_process;
 pub mod manager;
+pub mod memory;
+pub mod reference;
+pub mod simulator;
+pub mod world;
