@@ -60,10 +60,15 @@ pub fn main() -> ExitCode {
         }
         Err(error) => {
             let command = <Command as clap::CommandFactory>::command();
-            eprintln!("orbitkv: {}", usage_line(&error, &command));
+            complain(&usage_line(&error, &command));
             ExitCode::from(EXIT_USAGE)
         }
     }
+}
+
+/// One line on stderr; whoever closed it does not want to know.
+fn complain(error: &dyn std::fmt::Display) {
+    let _untold = writeln!(std::io::stderr(), "orbitkv: {error}");
 }
 
 /// Serves until a stop signal. Every error is one line on stderr.
@@ -71,7 +76,7 @@ pub fn serve(args: &ServeArgs) -> ExitCode {
     match run(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("orbitkv: {error}");
+            complain(&error);
             ExitCode::from(error.exit_code())
         }
     }
@@ -389,6 +394,8 @@ fn start_logging() {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
+        // It would say so on stderr, with a macro that panics when stderr is what failed.
+        .log_internal_errors(false)
         .try_init();
 }
 
