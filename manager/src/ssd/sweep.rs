@@ -155,3 +155,138 @@ fn report(
         found(Slot { device, offset, bytes }, what);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::sync::{Arc, Mutex};
+
+    use orbitkv_shm_protocol::ids::PageHash;
+
+    use super::*;
+    use crate::core::ImageIdentity;
+    use crate::image::HeapImages;
+    use crate::ssd::fake::{Disk, FakeEngine, Fault, Served};
+    use crate::ssd::format::FileId;
+    use crate::ssd::io::Chunk;
+    use crate::ssd::wake::Wake;
+
+    const CAPACITY: u64 = 200 << 20;
+    const SMALL: u32 = 8 << 10;
+    const LARGE: u32 = 1 << 20;
+
+    /// Small slots in region 0, large ones in region 2.
+    fn state() -> Superblock {
+        let mut state = Superblock::new(FileId([1; 16]), CAPACITY, 0).unwrap();
+        (state.regions[0], state.regions[2]) = (SMALL, LARGE);
+        state
+    }
+
+    fn slot(state: &Superblock, region: u32, index: u32) -> Slot {
+        let bytes = slot_bytes(state, region);
+        Slot { device: 4, offset: state.geometry.slot_offset(region, bytes, index), bytes }
+    }
+
+    fn write(disk: &Disk, state: &Superblock, slot: Slot, number: u64) {
+        let image = ImageIdentity {
+            namespace: [3; 32],
+            hash: PageHash([number as u8; 32]),
+            parent: None,
+            image_bytes: 4096,
+            generation: number,
+            checksum: 0,
+        };
+        let footer =
+            Footer { file: state.file, slot_offset: slot.offset, slot_bytes: slot.bytes, image };
+        let mut block = Block::ZERO;
+        footer.encode(&mut block);
+        let end = (slot.offset + u64::from(slot.bytes)) as usize;
+        disk.lock().unwrap()[end - block.0.len()..end].copy_from_slice(&block.0);
+    }
+
+    /// Scans and checks that every slot is told once.
+    fn scanned(
+        disk: &Disk,
+        memory_bytes: usize,
+        plan: impl FnMut(&Chunk) -> Option<Fault> + 'static,
+    ) -> (HashMap<u64, Found>, Vec<Served>) {
+        let (memory, state) = (Arc::new(HeapImages::new(memory_bytes)), state());
+        let wake = Arc::new(Wake::new().unwrap());
+        let engine = FakeEngine::new(disk.clone(), memory.clone(), wake, 16).with_plan(plan);
+        let log = engine.log();
+        let mut all = HashMap::new();
+        assert!(scan(Box::new(engine), &*memory, &state, 4, |slot, found| {
+            assert_eq!(slot.device, 4);
+            assert_eq!(all.insert(slot.offset, found), None, "told twice");
+        }));
+        for region in 0..state.regions.len() as u32 {
+            for index in 0..state.geometry.slots(region, slot_bytes(&state, region)) {
+                assert!(all.contains_key(&slot(&state, region, index).offset), "{region} {index}");
+            }
+        }
+        let log = log.lock().unwrap().clone();
+        (all, log)
+    }
+
+    #[test]
+    fn small_slots_come_in_runs_and_large_ones_by_their_footers() {
+        let state = state();
+        let disk: Disk = Arc::new(Mutex::new(vec![0; CAPACITY as usize]));
+        let last = state.geometry.slots(0, SMALL) - 1;
+        let places = [(0, 0), (0, 127), (0, 128), (0, last), (2, 0), (2, 5)];
+        for (number, (region, index)) in places.into_iter().enumerate() {
+            write(&disk, &state, slot(&state, region, index), number as u64);
+        }
+        let torn = slot(&state, 0, 7).offset as usize + SMALL as usize - 100;
+        disk.lock().unwrap()[torn] = 1;
+        let (all, log) = scanned(&disk, 16 << 20, |_| None);
+        for (number, (region, index)) in places.into_iter().enumerate() {
+            let found = all[&slot(&state, region, index).offset];
+            assert!(
+                matches!(found, Found::Footer(footer) if footer.image.generation == number as u64),
+                "{found:?}"
+            );
+        }
+        assert_eq!(all[&slot(&state, 0, 7).offset], Found::Torn);
+        assert_eq!(all[&slot(&state, 0, 8).offset], Found::Empty);
+        let large = state.geometry.slots(2, LARGE) as usize;
+        assert_eq!(log.iter().filter(|served| served.bytes == FOOTER_BYTES).count(), large);
+        assert_eq!(log.len(), large + (last as usize + 1).div_ceil(128));
+        assert!(log.iter().all(|served| served.bytes <= RUN_BYTES));
+    }
+
+    #[test]
+    fn a_bad_place_costs_its_own_slot_and_little_memory_costs_the_runs_only() {
+        let state = state();
+        let disk: Disk = Arc::new(Mutex::new(vec![0; CAPACITY as usize]));
+        for index in 0..200 {
+            write(&disk, &state, slot(&state, 0, index), index.into());
+        }
+        let bad = slot(&state, 0, 60).offset + u64::from(SMALL) - 512;
+        let covers_bad = move |chunk: &Chunk| {
+            let end = chunk.offset + u64::from(chunk.bytes());
+            (chunk.offset <= bad && bad < end).then_some(Fault::Errno(libc::EIO))
+        };
+        for memory_bytes in [16 << 20, 16 << 10] {
+            let (all, log) = scanned(&disk, memory_bytes, covers_bad);
+            for index in 0..200 {
+                let found = all[&slot(&state, 0, index).offset];
+                if index == 60 {
+                    assert_eq!(found, Found::Unread(IoFault::Errno(libc::EIO)));
+                } else {
+                    assert!(matches!(found, Found::Footer(_)), "{index}: {found:?}");
+                }
+            }
+            let singles = memory_bytes < 1 << 20;
+            assert_eq!(log.iter().all(|served| served.bytes == FOOTER_BYTES), singles);
+        }
+    }
+
+    #[test]
+    fn without_memory_nothing_is_claimed_to_be_read() {
+        let (memory, disk) = (Arc::new(HeapImages::new(0)), Disk::default());
+        let wake = Arc::new(Wake::new().unwrap());
+        let engine = FakeEngine::new(disk, memory.clone(), wake, 16);
+        assert!(!scan(Box::new(engine), &*memory, &state(), 0, |slot, _| panic!("{slot:?}")));
+    }
+}
