@@ -6,7 +6,7 @@ use orbitkv_shm_protocol::record::{Code, Completion, Status};
 use super::effect::{Effect, Effects};
 use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
-use super::job::{JobRef, Stage};
+use super::job::{Job, JobRef, Stage};
 use super::namespace::NamespaceId;
 use super::stats::{LeaseEnd, SpillOutcome};
 use super::{Core, Taken};
@@ -82,6 +82,9 @@ impl Core {
                 }
                 if let Some(session) = self.sessions.get_mut(id) {
                     session.waiting.retain(|&waiting| waiting != reference);
+                    if session.waiting.is_empty() {
+                        self.sessions.turn.retain(|&other| other != id);
+                    }
                 }
                 let ended = Completion::ok(operation, kind);
                 self.end_job(now, reference, Self::stopped(code, 0, ended), out);
@@ -172,21 +175,11 @@ impl Core {
     }
 
     /// Makes every page of a namespace unfindable at once. Returns how many there were.
-    fn forget_namespace(&mut self, old: NamespaceId, out: &mut Effects) -> u64 {
-        let new = self.namespaces.forget(old);
-        for (_, session) in self.sessions.iter_mut() {
-            for scope in &mut session.scopes {
-                scope.replace(old, new);
-            }
-            for region in session.regions.iter_mut().flatten() {
-                if region.namespace == old {
-                    region.namespace = new;
-                }
-            }
-        }
+    fn forget_namespace(&mut self, namespace: NamespaceId, out: &mut Effects) -> u64 {
+        self.namespaces.get_mut(namespace).forgets += 1;
         let mut dropped = 0;
-        while let Some(page) = self.namespaces.get(old).pages.coldest() {
-            // Children are colder or hotter here; the deepest of this subtree goes first.
+        while let Some(page) = self.namespaces.get(namespace).pages.coldest() {
+            // The deepest page below it goes first.
             let mut at = page;
             while let Some(child) = self.pages.first_child(at) {
                 at = child;
@@ -307,6 +300,13 @@ impl Core {
         }
     }
 
+    /// Looks at the drains of sessions whose leases ended in this turn.
+    pub(super) fn end_drains(&mut self, now: Nanos, out: &mut Effects) {
+        while let Some(session) = self.rested.pop() {
+            self.session_may_rest(now, session, out);
+        }
+    }
+
     /// The client is gone. Its waiting work ends now, its copies when they end.
     pub(super) fn close_session(&mut self, now: Nanos, id: SessionId, out: &mut Effects) {
         let Some(session) = self.sessions.get_mut(id) else { return };
@@ -314,18 +314,27 @@ impl Core {
             return;
         }
         let engine = session.engine;
+        // None of its queries may be admitted while others are being stopped.
+        session.waiting.clear();
+        // Held until its leases have ended too.
+        session.outstanding += 1;
         let mut jobs: Vec<_> = session.credits.iter().filter_map(|credit| credit.job).collect();
         let silent = self.jobs.iter().filter(|(_, job)| job.session == id && job.silent);
         jobs.extend(silent.map(|(reference, _)| reference));
-        for reference in jobs {
+        self.sessions.turn.retain(|&other| other != id);
+        for &reference in &jobs {
             if let Some(job) = self.jobs.get_mut(reference) {
                 job.abandoned = true;
-                self.stop_job(now, reference, Code::Cancelled, out);
             }
+        }
+        for reference in jobs {
+            self.stop_job(now, reference, Code::Cancelled, out);
         }
         let group_lives = self.sessions.group_lives(engine);
         self.end_group_leases(id, group_lives, out);
-        self.sessions.turn.retain(|&other| other != id);
+        if let Some(session) = self.sessions.get_mut(id) {
+            session.outstanding -= 1;
+        }
         self.session_may_rest(now, id, out);
         self.admit_waiting(now, out);
     }
@@ -337,32 +346,30 @@ impl Core {
             let Some(lease) = self.leases.get_mut(reference) else { break };
             lease.closed = true;
             lease.end = LeaseEnd::Expired;
-            let (users, session) = (lease.users, lease.session);
-            if users == 0 {
+            if lease.users == 0 {
                 self.end_lease(reference, out);
-                if let Some(session) = session {
-                    self.session_may_rest(now, session, out);
-                }
             }
         }
         self.admit_waiting(now, out);
         if now < self.next_deadline {
             return;
         }
-        let late: Vec<_> = self
-            .jobs
-            .iter()
-            .filter(|(_, job)| {
-                job.deadline <= now && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
-            })
-            .map(|(reference, _)| reference)
-            .collect();
-        for reference in late {
-            self.stop_job(now, reference, Code::Deadline, out);
+        let runs = |job: &Job| {
+            let ignores = matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
+            !ignores && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
+        };
+        // Stopping one may start another whose deadline has passed too.
+        loop {
+            let late = self.jobs.iter().filter(|(_, job)| job.deadline <= now && runs(job));
+            let late: Vec<_> = late.map(|(reference, _)| reference).collect();
+            if late.is_empty() {
+                break;
+            }
+            for reference in late {
+                self.stop_job(now, reference, Code::Deadline, out);
+            }
         }
-        let waiting = self.jobs.iter().filter(|(_, job)| {
-            job.stop.is_none_or(|stop| stop.code == Code::OverBudget) && job.deadline > now
-        });
-        self.next_deadline = waiting.map(|(_, job)| job.deadline).min().unwrap_or(Nanos::MAX);
+        let next = self.jobs.iter().filter(|(_, job)| runs(job)).map(|(_, job)| job.deadline);
+        self.next_deadline = next.min().unwrap_or(Nanos::MAX);
     }
 }

@@ -12,6 +12,7 @@ pub const UNIT_BYTES: u64 = 4096;
 /// No extent crosses a multiple of this within its arena: fixed-buffer I/O registers memory in
 /// pieces of at most as much.
 const PIECE_BYTES: u64 = 1 << 30;
+const PIECE_UNITS: u32 = (PIECE_BYTES / UNIT_BYTES) as u32;
 
 const SUBDIVISIONS_LOG2: u32 = 4;
 const SUBDIVISIONS: usize = 1 << SUBDIVISIONS_LOG2;
@@ -103,6 +104,16 @@ impl Extents {
     pub fn largest_possible_bytes(&self) -> u64 {
         let largest = self.pieces.iter().map(|piece| piece.units).max();
         u64::from(largest.unwrap_or(0)) * UNIT_BYTES
+    }
+
+    /// Arena, first unit and length in units of every free run, in no order. For checks.
+    pub(super) fn free_runs(&self) -> impl Iterator<Item = (u16, u32, u32)> {
+        let numbered = self.pieces.iter().enumerate();
+        numbered.flat_map(|(at, piece)| {
+            let arena = self.arena_of[at];
+            let before = (at - self.first_piece[usize::from(arena)]) as u32 * PIECE_UNITS;
+            piece.free_runs().map(move |run| (arena, before + run.start, run.len))
+        })
     }
 
     /// An extent of `bytes`, rounded up to whole units, or `None` when no free run is that long.
@@ -286,6 +297,15 @@ impl Arena {
         self.tags[run.start as usize] = 0;
         self.tags[(run.start + run.len - 1) as usize] = 0;
         self.recycled.push(node);
+    }
+
+    fn free_runs(&self) -> impl Iterator<Item = Run> {
+        let heads = self.heads.iter().flatten().copied();
+        heads.flat_map(|head| {
+            let next = |&node: &u32| Some(self.runs[node as usize].next).filter(|&n| n != NIL);
+            std::iter::successors((head != NIL).then_some(head), next)
+                .map(|node| self.runs[node as usize])
+        })
     }
 
     fn longest(&self) -> u32 {

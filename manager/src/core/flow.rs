@@ -11,8 +11,8 @@ use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
 use super::Core;
 use super::effect::{CopyPage, Direction, Effect, Effects, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
-use super::index::PageId;
-use super::job::{EntryState, JobRef, Stage};
+use super::index::{Page, PageId};
+use super::job::{EntryState, Job, JobRef, Stage};
 use super::life::EvictionCursor;
 use super::query::charge;
 use super::stats::SpillOutcome;
@@ -54,6 +54,8 @@ pub(super) struct Flow {
     readers: VecDeque<JobRef>,
     /// Restores without memory for their next read.
     pub(super) starved: VecDeque<JobRef>,
+    /// Memory was freed or let go of since they last tried.
+    pub(super) memory_moved: bool,
     copies_in_flight: [u32; 2],
     pub(super) reads_in_flight: u32,
     reads_bytes: u64,
@@ -86,6 +88,41 @@ impl Flow {
 
     pub(super) fn copies_in_flight(&self) -> u32 {
         self.copies_in_flight.iter().sum()
+    }
+
+    /// Everything that was ordered and has not ended.
+    pub(super) fn under_way(&self) -> impl Iterator<Item = &Work> {
+        self.work.iter().map(|(_, work)| work).filter(|work| !matches!(work, Work::Free))
+    }
+
+    /// Operations that wait for the read of `page`. For checks.
+    pub(super) fn waiters_of(&self, page: &Page) -> impl Iterator<Item = JobRef> {
+        let waiter = |at: u32| (at != NIL).then(|| self.waiters[at as usize]);
+        let first = waiter(page.waiters);
+        std::iter::successors(first, move |found| waiter(found.next)).map(|found| found.job)
+    }
+
+    /// Panics unless the counters are what was counted. For tests.
+    pub(super) fn check_counts(&self, reads: u32, read_bytes: u64, writes: u32, write_bytes: u64) {
+        assert_eq!((self.reads_in_flight, self.reads_bytes), (reads, read_bytes), "reads");
+        assert_eq!((self.writes_in_flight, self.writes_bytes), (writes, write_bytes), "writes");
+        for direction in [Direction::Save, Direction::Restore] {
+            let of =
+                |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
+            let counted = self.under_way().filter(of).count();
+            assert_eq!(self.copies_in_flight[direction as usize] as usize, counted, "copies");
+        }
+    }
+
+    /// Panics unless the marks of a job say in which queues it stands. For tests.
+    pub(super) fn check_queued(&self, reference: JobRef, job: &Job) {
+        let stands = |queue: &VecDeque<JobRef>| queue.iter().filter(|&&r| r == reference).count();
+        let copies = stands(&self.saves) + stands(&self.restores);
+        assert_eq!(copies, usize::from(job.queued_for_copy), "copy queue: {job:?}");
+        assert_eq!(stands(&self.readers), usize::from(job.queued_for_read), "read queue: {job:?}");
+        if let Stage::Restore { waits_for_memory: true, .. } = job.stage {
+            assert!(stands(&self.starved) > 0, "nobody feeds {job:?}");
+        }
     }
 }
 
@@ -262,6 +299,18 @@ impl Core {
     }
 
     pub(super) fn pump_reads(&mut self, now: Nanos, out: &mut Effects) {
+        loop {
+            self.feed_starved();
+            self.give_read_turns(now, out);
+            // What ended meanwhile may have let go of memory that somebody waits for.
+            let again = self.flow.memory_moved && !self.flow.starved.is_empty();
+            if !again || !self.may_read() {
+                return;
+            }
+        }
+    }
+
+    fn give_read_turns(&mut self, now: Nanos, out: &mut Effects) {
         // Each job gets one page a turn; one that cannot go on leaves the queue.
         while self.may_read() {
             let Some(reference) = self.flow.readers.pop_front() else { return };
@@ -341,7 +390,7 @@ impl Core {
         let (Some(slot), true) = (found.slot, found.indexed || found.pins > 0) else {
             return ReadStart::Gone;
         };
-        let (namespace, checksum) = (found.namespace, found.checksum);
+        let (namespace, checksum) = (found.namespace, found.slot_checksum);
         let image_bytes = self.namespaces.get(namespace).image_bytes;
         let mut cursor = EvictionCursor::default();
         let Some(extent) = self.allocate(charge(image_bytes), u64::MAX, &mut cursor, out) else {
@@ -389,6 +438,9 @@ impl Core {
         let Work::Read { page, bytes } = self.flow.end(ticket) else { return };
         self.flow.reads_in_flight -= 1;
         self.flow.reads_bytes -= bytes;
+        // Held until everyone has been told.
+        self.pin(page);
+        self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.reading = false;
         found.io -= 1;
@@ -397,19 +449,16 @@ impl Core {
             None => {
                 self.stats.ssd_pages_read += 1;
                 self.stats.ssd_bytes_read += bytes;
+                found.checksum = found.slot_checksum;
             }
             Some(fault) => {
                 self.stats.ssd_read_errors[fault.index()] += 1;
                 let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
-                if self.pages[page].io == 0 {
-                    self.detach_extent(page);
-                }
+                self.detach_extent(page);
                 self.detach_slot(page, retire, out);
                 // Without a replica it is gone, and everything behind it.
                 if self.pages[page].indexed {
-                    self.pages[page].pins += 1;
                     self.drop_subtree(page, SpillOutcome::Failed, out);
-                    self.pages[page].pins -= 1;
                 }
             }
         }
@@ -419,16 +468,9 @@ impl Core {
             waiter = next;
             self.page_arrived(now, job, position, fault, out);
         }
-        // The last waiter may have let go of the page and buried it.
-        let found = &self.pages[page];
-        if found.live && found.indexed {
-            if found.pins == 0 {
-                self.touch_upwards(Some(page), 0);
-            }
-        } else if found.live {
-            self.bury(page, out);
-        }
-        self.feed_starved();
+        let parent = self.pages.parent(page);
+        self.unpin(page, out);
+        self.touch_upwards(parent, 0);
     }
 
     fn page_arrived(
@@ -471,7 +513,10 @@ impl Core {
     }
 
     /// Lets restores that had no memory try again.
-    pub(super) fn feed_starved(&mut self) {
+    fn feed_starved(&mut self) {
+        if !std::mem::take(&mut self.flow.memory_moved) {
+            return;
+        }
         for _ in 0..self.flow.starved.len() {
             let Some(reference) = self.flow.starved.pop_front() else { return };
             if let Some(job) = self.jobs.get_mut(reference)

@@ -29,8 +29,11 @@ pub(super) struct Page {
     pub(super) extent: Option<Extent>,
     /// SSD replica.
     pub(super) slot: Option<Slot>,
-    /// xxh3-64 of the image.
+    /// xxh3-64 of the image in DRAM.
     pub(super) checksum: u64,
+    /// xxh3-64 of the image on SSD. Two computations of a page need not agree in every bit, so the
+    /// two replicas may differ and be equally good.
+    pub(super) slot_checksum: u64,
     /// Generation of the slot.
     pub(super) generation: u64,
     /// Leases and operations that need the page to stay.
@@ -50,7 +53,7 @@ pub(super) struct Page {
     /// In the index. A page that is not is gone as soon as nothing holds it.
     pub(super) indexed: bool,
     /// Placed in the slab.
-    pub(super) live: bool,
+    live: bool,
 }
 
 impl Page {
@@ -91,6 +94,10 @@ impl PageSlab {
         self.pages.len() - self.free.len()
     }
 
+    pub(super) fn is_live(&self, id: PageId) -> bool {
+        self[id].live
+    }
+
     fn insert(&mut self, namespace: NamespaceId, hash: PageHash) -> PageId {
         let page = Page {
             hash,
@@ -103,6 +110,7 @@ impl PageSlab {
             extent: None,
             slot: None,
             checksum: 0,
+            slot_checksum: 0,
             generation: 0,
             pins: 0,
             io: 0,
@@ -141,9 +149,41 @@ impl PageSlab {
         (parent != NIL).then_some(PageId(parent))
     }
 
+    /// The nearest ancestor of `id` that `wanted` accepts.
+    pub(super) fn ancestor(&self, id: PageId, wanted: impl Fn(PageId) -> bool) -> Option<PageId> {
+        std::iter::successors(self.parent(id), |&above| self.parent(above))
+            .find(|&above| wanted(above))
+    }
+
     pub(super) fn first_child(&self, id: PageId) -> Option<PageId> {
         let child = self[id].first_child;
         (child != NIL).then_some(PageId(child))
+    }
+
+    /// The pages whose parent `id` is.
+    pub(super) fn children(&self, id: PageId) -> impl Iterator<Item = PageId> {
+        std::iter::successors(self.first_child(id), |&child| {
+            let next = self[child].next_sibling;
+            (next != NIL).then_some(PageId(next))
+        })
+    }
+
+    /// The page after `id` in a walk over the descendants of `top`, parents first.
+    pub(super) fn next_below(&self, id: PageId, top: PageId) -> Option<PageId> {
+        self.first_child(id).or_else(|| self.next_beside(id, top))
+    }
+
+    /// The page after `id` and all its descendants in a walk over those of `top`.
+    pub(super) fn next_beside(&self, id: PageId, top: PageId) -> Option<PageId> {
+        let mut at = id;
+        while at != top {
+            let next = self[at].next_sibling;
+            if next != NIL {
+                return Some(PageId(next));
+            }
+            at = self.parent(at)?;
+        }
+        None
     }
 
     /// Makes `child`, which has no parent, a child of `parent`.
@@ -200,6 +240,11 @@ impl Index {
     /// `seed` keeps clients, who choose the hashes, from choosing collisions.
     pub(super) fn new(seed: u64) -> Self {
         Self { table: HashTable::new(), seed: seed | 1 }
+    }
+
+    /// Findable pages.
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
     }
 
     #[inline]

@@ -6,6 +6,7 @@ use orbitkv_shm_protocol::record::{Code, PageOutcome, PageRange, QueryMode, Requ
 use super::effect::Extent;
 use super::event::Nanos;
 use super::index::PageId;
+use super::namespace::NamespaceId;
 
 /// Names a job; stale once the job has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -40,7 +41,7 @@ pub(super) struct Entry {
     pub(super) outcome: PageOutcome,
     pub(super) tier: Tier,
     pub(super) code: Code,
-    /// Restore: the leased page.
+    /// Restore: the leased page, pinned until it is `None`.
     pub(super) page: Option<PageId>,
     /// Save: memory that the copy fills, owned by the job until the commit.
     pub(super) extent: Option<Extent>,
@@ -71,11 +72,12 @@ pub(super) enum Stage {
     /// Copies device → DRAM.
     Save {
         region: RegionId,
+        namespace: NamespaceId,
+        /// [`super::namespace::Namespace::forgets`] when it began.
+        forgets: u32,
         fence: Option<u32>,
         next_issue: u32,
         next_commit: u32,
-        /// Anchors that stay pinned until the commit.
-        pinned_parents: u32,
     },
     /// A demand query that waits for budget.
     Wait { scope: ScopeId },

@@ -194,6 +194,19 @@ impl Leases {
         Some((lease.expires, LeaseId(lease.serial << INDEX_BITS | u64::from(self.oldest))))
     }
 
+    /// Leases whose clock runs, oldest first. For checks.
+    pub(super) fn clocked(&self) -> Vec<LeaseId> {
+        let mut listed = Vec::new();
+        let (mut next, mut older, mut last) = (self.oldest, NIL, 0);
+        while let Some(lease) = self.table.get(next as usize) {
+            assert!(lease.older == older && lease.expires >= last, "clock list out of order");
+            listed.push(LeaseId(lease.serial << INDEX_BITS | u64::from(next)));
+            (older, last, next) = (next, lease.expires, lease.newer);
+        }
+        assert_eq!(self.newest, older);
+        listed
+    }
+
     /// Every live lease.
     pub(super) fn iter(&self) -> impl Iterator<Item = (LeaseId, &Lease)> {
         let live = self.table.iter().enumerate().filter(|(_, lease)| lease.serial != 0);

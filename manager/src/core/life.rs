@@ -7,7 +7,7 @@
 use orbitkv_shm_protocol::ids::PageHash;
 
 use super::Core;
-use super::effect::{Effect, Effects, Extent, Slot};
+use super::effect::{Effect, Effects, Extent, ImageIdentity, Slot};
 use super::index::PageId;
 use super::namespace::NamespaceId;
 use super::slots::slot_bytes;
@@ -60,13 +60,20 @@ impl Core {
         if self.pages[page].pins > 0 {
             self.pinned_bytes -= u64::from(extent.bytes);
         }
-        self.extents.free(extent);
+        self.free_memory(extent);
     }
 
-    pub(super) fn attach_slot(&mut self, page: PageId, slot: Slot, generation: u64) {
+    /// Gives memory back to the pool.
+    pub(super) fn free_memory(&mut self, extent: Extent) {
+        self.extents.free(extent);
+        self.flow.memory_moved = true;
+    }
+
+    pub(super) fn attach_slot(&mut self, page: PageId, slot: Slot, image: &ImageIdentity) {
         debug_assert!(self.pages[page].slot.is_none());
         self.pages[page].slot = Some(slot);
-        self.pages[page].generation = generation;
+        self.pages[page].generation = image.generation;
+        self.pages[page].slot_checksum = image.checksum;
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
         self.slots.assign(slot, page);
@@ -103,21 +110,47 @@ impl Core {
         self.leave_class(page);
     }
 
-    /// Lets go of a page, which becomes the hottest. Callers let go from tail to head.
+    /// Lets go of a page, which becomes the hottest. Callers let go from tail to head, then touch
+    /// the parents of what they let go of.
     pub(super) fn unpin(&mut self, page: PageId, out: &mut Effects) {
+        if self.let_go(page, out) {
+            self.touch(page);
+        }
+    }
+
+    /// Lets go of a page in the middle of a chain whose other pages stay pinned for now.
+    pub(super) fn unpin_in_place(&mut self, page: PageId, out: &mut Effects) {
+        if self.let_go(page, out) {
+            self.place(page);
+        }
+    }
+
+    /// True when nothing pins the page any more and it can be found.
+    fn let_go(&mut self, page: PageId, out: &mut Effects) -> bool {
         let found = &mut self.pages[page];
         debug_assert!(found.pins > 0);
         found.pins -= 1;
         if found.pins > 0 {
-            return;
+            return false;
         }
+        self.flow.memory_moved = true;
         if let Some(extent) = found.extent {
             self.pinned_bytes -= u64::from(extent.bytes);
         }
-        if self.pages[page].indexed {
-            self.touch(page);
-        } else {
+        if !self.pages[page].indexed {
             self.bury(page, out);
+            return false;
+        }
+        true
+    }
+
+    /// Touches pages that were let go of and all of their ancestors; the deepest come first.
+    pub(super) fn refresh(&mut self, deepest_first: impl Iterator<Item = PageId>) {
+        let guard = self.next_guard();
+        for page in deepest_first {
+            if self.pages[page].indexed && self.pages[page].guard != guard {
+                self.touch_upwards(Some(page), guard);
+            }
         }
     }
 
@@ -134,6 +167,33 @@ impl Core {
         if !self.slots.is_empty() {
             let bytes = slot_bytes(self.namespaces.get(namespace).image_bytes);
             self.slots.recency(bytes).touch(&mut self.pages, page);
+        }
+        if self.spill.contains(&self.pages, page) {
+            self.spill.touch(&mut self.pages, page);
+        }
+    }
+
+    /// Puts a page right below its nearest ancestor in every list that it belongs to: as hot as can
+    /// be without a walk to the root. Callers touch the whole chain when they are done with it.
+    pub(super) fn place(&mut self, page: PageId) {
+        let found = &self.pages[page];
+        if found.pins > 0 {
+            return;
+        }
+        let (resident, namespace) = (found.is_resident(), found.namespace);
+        if resident {
+            match self.pages.ancestor(page, |above| self.dram.contains(&self.pages, above)) {
+                Some(above) => self.dram.place_below(&mut self.pages, page, above),
+                None => self.dram.touch(&mut self.pages, page),
+            }
+        }
+        if !self.slots.is_empty() {
+            let bytes = slot_bytes(self.namespaces.get(namespace).image_bytes);
+            let class = self.slots.recency(bytes);
+            match self.pages.ancestor(page, |above| class.contains(&self.pages, above)) {
+                Some(above) => class.place_below(&mut self.pages, page, above),
+                None => class.touch(&mut self.pages, page),
+            }
         }
         if self.spill.contains(&self.pages, page) {
             self.spill.touch(&mut self.pages, page);

@@ -23,6 +23,7 @@ mod flow;
 mod geometry;
 mod index;
 mod job;
+mod laws;
 mod lease;
 mod life;
 mod namespace;
@@ -58,6 +59,8 @@ pub use effect::{CopyPage, Direction, Effect, Effects, Extent, ImageIdentity, Pe
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
 pub use extents::{Extents, UNIT_BYTES};
 pub use geometry::{FOOTER_BYTES, RegionGeometry};
+#[doc(hidden)]
+pub use laws::PageView;
 pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
 pub use recover::RecoveredPage;
 pub use registration::CoreRefusal;
@@ -165,6 +168,8 @@ pub struct Core {
     draining_bytes: u64,
     /// Numbers the allocations whose own pages must not be evicted for them.
     guard: u64,
+    /// Sessions whose last lease ended through somebody else: their drains may end.
+    rested: Vec<SessionId>,
     /// Earliest deadline of any job; may be too early, never too late.
     next_deadline: Nanos,
     /// Buffers of the last lookup.
@@ -197,6 +202,7 @@ impl Core {
             pinned_bytes: 0,
             draining_bytes: 0,
             guard: 0,
+            rested: Vec::new(),
             next_deadline: Nanos::MAX,
             found: query::Found::default(),
             stats: Stats::default(),
@@ -232,6 +238,7 @@ impl Core {
             }
             Event::Tick => self.tick(now, out),
         }
+        self.end_drains(now, out);
     }
 
     /// Orders as many copies, reads and writes as may be in flight.
@@ -239,6 +246,7 @@ impl Core {
         self.pump_reads(now, out);
         self.pump_copies(now, out);
         self.pump_writes(out);
+        self.end_drains(now, out);
     }
 
     fn request(

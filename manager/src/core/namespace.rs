@@ -7,8 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::replacement::{ListKind, Recency};
 
-/// A namespace's place in the table. Forgetting a namespace gives its identity a new place, so an
-/// old id never finds new pages.
+/// A namespace's place in the table.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(super) struct NamespaceId(pub(super) u32);
 
@@ -28,8 +27,8 @@ pub(super) struct Namespace {
     pub(super) pages: Recency,
     pub(super) dram_pages: u64,
     pub(super) ssd_pages: u64,
-    /// No query finds it and nothing is committed to it any more.
-    pub(super) forgotten: bool,
+    /// How often it was forgotten. What a save began to copy before that is not committed after.
+    pub(super) forgets: u32,
 }
 
 /// All namespaces of this epoch.
@@ -69,6 +68,12 @@ impl Namespaces {
         self.table.iter()
     }
 
+    /// Every namespace with its list of pages. For checks.
+    pub(super) fn lists(&self) -> impl Iterator<Item = (NamespaceId, &Recency)> {
+        let numbered = self.table.iter().enumerate();
+        numbered.map(|(index, namespace)| (NamespaceId(index as u32), &namespace.pages))
+    }
+
     /// The namespace with this identity, made when it is new.
     pub(super) fn intern(
         &mut self,
@@ -94,20 +99,10 @@ impl Namespaces {
             pages: Recency::new(ListKind::Namespace),
             dram_pages: 0,
             ssd_pages: 0,
-            forgotten: false,
+            forgets: 0,
         });
         self.current.insert(fingerprint, id);
         id
-    }
-
-    /// Ends `id` and returns the empty namespace that takes over its identity.
-    pub(super) fn forget(&mut self, id: NamespaceId) -> NamespaceId {
-        let namespace = self.get_mut(id);
-        namespace.forgotten = true;
-        let (fingerprint, dependency) = (namespace.fingerprint, namespace.dependency);
-        let (image_bytes, label) = (namespace.image_bytes, namespace.label.clone());
-        self.current.remove(&fingerprint);
-        self.intern(fingerprint, dependency, image_bytes, label)
     }
 }
 
@@ -226,13 +221,13 @@ mod tests {
     }
 
     #[test]
-    fn forgetting_gives_the_identity_a_new_place() {
+    fn one_identity_has_one_place() {
         let mut all = Namespaces::default();
         let print = namespace_fingerprint(&spec());
-        let old = all.intern(print, Some(DependencySpec::Chain), 4096, "x".into());
-        let new = all.forget(old);
-        assert_ne!(old, new);
-        assert!(all.get(old).forgotten && !all.get(new).forgotten);
-        assert_eq!(all.intern(print, None, 4096, "x".into()), new);
+        let found_on_disk = all.intern(print, None, 4096, "x".into());
+        let defined = all.intern(print, Some(DependencySpec::Chain), 4096, "y".into());
+        assert_eq!(found_on_disk, defined);
+        assert_eq!(all.get(defined).dependency, Some(DependencySpec::Chain));
+        assert_eq!((all.len(), all.get(defined).label.as_str()), (1, "y"));
     }
 }

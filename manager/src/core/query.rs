@@ -49,6 +49,10 @@ pub(super) fn charge(image_bytes: u32) -> u64 {
 pub(super) struct Found {
     members: Vec<Member>,
     pages: Vec<Option<PageId>>,
+    /// Unless every member is a chain: whether a restore may end after so many pages.
+    ends: Vec<bool>,
+    /// Pages of each member that are there without a gap, up to the position looked at.
+    runs: Vec<u32>,
     /// Longest restorable length.
     len: u32,
     /// Every member is a chain.
@@ -62,14 +66,26 @@ impl Found {
 
     /// Whether a restore may end after `len` pages.
     fn restorable(&self, len: u32) -> bool {
-        if self.chains {
-            return len <= self.len;
+        if self.chains { len <= self.len } else { self.ends.get(len as usize) == Some(&true) }
+    }
+
+    /// Finds every restorable length in one pass, whatever the windows are.
+    fn find_ends(&mut self, positions: u32) {
+        self.ends.clear();
+        self.ends.push(true);
+        self.runs.clear();
+        self.runs.resize(self.members.len(), 0);
+        for position in 0..positions {
+            let mut ends = true;
+            for number in 0..self.members.len() {
+                let run =
+                    if self.at(position, number).is_some() { self.runs[number] + 1 } else { 0 };
+                self.runs[number] = run;
+                let needed = self.members[number].needed(position + 1);
+                ends &= run >= needed.end - needed.start;
+            }
+            self.ends.push(ends);
         }
-        let present = |member: usize, position| self.at(position, member).is_some();
-        self.members
-            .iter()
-            .enumerate()
-            .all(|(number, member)| member.needed(len).all(|position| present(number, position)))
     }
 
     fn bytes(&self, len: u32) -> u64 {
@@ -112,7 +128,7 @@ impl Core {
         self.count_lookup(&found, pages.len() - skip);
         let Some(session) = self.sessions.get(ctx.session) else { return };
         let speculative = mode == QueryMode::Speculative;
-        let queued_behind = !session.waiting.is_empty();
+        let queued_behind = !session.waiting.is_empty() || self.sessions.total_is_short;
         let available = self.budget.available(session.leased_bytes, speculative);
         let ceiling = found.cut_to(found.len, self.budget.ceiling(speculative));
         let now_fits = found.bytes(ceiling) <= available && !self.leases.is_full();
@@ -126,7 +142,7 @@ impl Core {
             QueryMode::Demand if ceiling > 0 && (!now_fits || queued_behind) => {
                 let found_len = found.len;
                 self.recycle(found);
-                return self.wait_for_budget(ctx, &ended, scope, pages, found_len);
+                return self.wait_for_budget(ctx, &ended, scope, pages, found_len, out);
             }
             _ => ceiling,
         };
@@ -228,6 +244,7 @@ impl Core {
         scope: ScopeId,
         pages: &[PageEntry],
         found: u32,
+        out: &mut Effects,
     ) {
         let reference = self.open_job(ctx, ended, Stage::Wait { scope });
         if let Some(job) = self.jobs.get_mut(reference) {
@@ -243,11 +260,16 @@ impl Core {
         if session.waiting.len() == 1 {
             self.sessions.turn.push_back(ctx.session);
         }
+        // The first that waits finds out what for.
+        if !self.sessions.total_is_short {
+            self.admit_waiting(ctx.now, out);
+        }
     }
 
     /// Serves waiting queries, one a session in turn, until the next one does not fit the total.
     pub(super) fn admit_waiting(&mut self, now: Nanos, out: &mut Effects) {
         let mut blocked_sessions = 0;
+        self.sessions.total_is_short = false;
         while blocked_sessions < self.sessions.turn.len() {
             let Some(&id) = self.sessions.turn.front() else { return };
             match self.admit_next_of(now, id, out) {
@@ -260,7 +282,10 @@ impl Core {
                     blocked_sessions += 1;
                     self.sessions.turn.rotate_left(1);
                 }
-                Turn::TotalFull => return,
+                Turn::TotalFull => {
+                    self.sessions.total_is_short = true;
+                    return;
+                }
                 Turn::Nothing => {
                     self.sessions.turn.pop_front();
                 }
@@ -415,6 +440,7 @@ impl Core {
         let positions = found.pages.len() / found.members.len().max(1);
         found.len = positions as u32;
         if !found.chains {
+            found.find_ends(found.len);
             while found.len > 0 && !found.restorable(found.len) {
                 found.len -= 1;
             }
@@ -507,6 +533,7 @@ impl Core {
             for position in needed.clone() {
                 let Some(page) = found.at(position, number) else { continue };
                 self.pages[page].hits = self.pages[page].hits.saturating_add(1);
+                self.offer_reused(page);
                 self.pin(page);
                 if let Some(lease) = self.leases.get_mut(reference) {
                     lease.pages.push(LeasedPage { page, ended: false });
@@ -554,16 +581,21 @@ impl Core {
         let Stage::Fill { lease, cut, hint_bytes, .. } = job.stage else { return };
         let (operation, kind, stop) = (job.operation, job.kind, job.stop);
         let Some(lease) = lease else {
-            let mut pinned = std::mem::take(&mut job.pinned);
-            for page in pinned.drain(..).rev() {
+            let pinned = std::mem::take(&mut job.pinned);
+            for &page in pinned.iter().rev() {
                 self.unpin(page, out);
+            }
+            self.refresh(pinned.iter().rev().copied());
+            if let Some(job) = self.jobs.get_mut(reference) {
+                job.pinned = pinned;
             }
             self.budget.give_hint(hint_bytes);
             let ended = Completion::ok(operation, kind);
             self.end_job(now, reference, ended, out);
             return self.admit_waiting(now, out);
         };
-        let cancelled = stop.is_some_and(|stop| stop.code == Code::Cancelled);
+        // Nobody would know of a lease that an abandoned query was given.
+        let cancelled = job.abandoned || stop.is_some_and(|stop| stop.code == Code::Cancelled);
         let len = if cancelled { 0 } else { self.shorten_lease(lease, cut, out) };
         let (mut dram, mut ssd) = (0, 0);
         let Some(job) = self.jobs.get_mut(reference) else { return };
@@ -628,9 +660,10 @@ impl Core {
             lease.pages[index as usize].ended = true;
             pages.push(lease.pages[index as usize].page);
         }
-        for page in pages.into_iter().rev() {
+        for &page in pages.iter().rev() {
             self.unpin(page, out);
         }
+        self.refresh(pages.iter().rev().copied());
         self.give_budget(session, freed, speculative);
         cut
     }
@@ -642,8 +675,11 @@ impl Core {
         speculative: bool,
     ) {
         self.budget.give(bytes, speculative);
-        if let Some(session) = session.and_then(|id| self.sessions.get_mut(id)) {
-            session.leased_bytes -= bytes;
+        let Some(id) = session else { return };
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        session.leased_bytes -= bytes;
+        if session.leased_bytes == 0 && !session.drains.is_empty() {
+            self.rested.push(id);
         }
     }
 

@@ -102,7 +102,7 @@ impl Core {
         }
         self.pages[page].slot = Some(recovered.slot);
         self.pages[page].generation = image.generation;
-        self.pages[page].checksum = image.checksum;
+        self.pages[page].slot_checksum = image.checksum;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
         self.stats.recovered_pages += 1;
     }

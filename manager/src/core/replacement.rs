@@ -78,6 +78,22 @@ impl Recency {
         pages[page].links[self.kind as usize].is_member()
     }
 
+    /// Every member, coldest first. For checks.
+    pub(super) fn walk(&self, pages: &PageSlab) -> Vec<PageId> {
+        let mut walked: Vec<PageId> = Vec::with_capacity(self.len);
+        let mut next = self.coldest();
+        while let Some(page) = next {
+            assert!(walked.len() < self.len, "list longer than its count");
+            let colder = walked.last().map_or(NIL, |page| page.0);
+            assert_eq!(pages[page].links[self.kind as usize].colder, colder, "links disagree");
+            walked.push(page);
+            next = self.hotter(pages, page);
+        }
+        assert_eq!(walked.len(), self.len, "list shorter than its count");
+        assert_eq!(walked.last().map_or(NIL, |page| page.0), self.hottest);
+        walked
+    }
+
     /// Makes `page` the hottest, whether it was a member or not.
     pub(super) fn touch(&mut self, pages: &mut PageSlab, page: PageId) {
         if self.hottest == page.0 {
@@ -91,6 +107,21 @@ impl Recency {
             old => pages[PageId(old)].links[k].hotter = page.0,
         }
         self.hottest = page.0;
+        self.len += 1;
+    }
+
+    /// Puts `page`, member or not, right below the member `above`.
+    pub(super) fn place_below(&mut self, pages: &mut PageSlab, page: PageId, above: PageId) {
+        debug_assert!(page != above && self.contains(pages, above));
+        self.remove(pages, page);
+        let k = self.kind as usize;
+        let colder = pages[above].links[k].colder;
+        pages[page].links[k] = Link { colder, hotter: above.0 };
+        match colder {
+            NIL => self.coldest = page.0,
+            at => pages[PageId(at)].links[k].hotter = page.0,
+        }
+        pages[above].links[k].colder = page.0;
         self.len += 1;
     }
 

@@ -54,18 +54,14 @@ impl Core {
         let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {
             return self.fail(ctx, ended, Code::UnknownLease, out);
         };
-        if lease.closed {
-            let expired = lease.end == LeaseEnd::Expired;
+        let expired = lease.end == LeaseEnd::Expired || lease.expires <= ctx.now;
+        if lease.closed || expired {
             let code = if expired { Code::ExpiredLease } else { Code::UnknownLease };
             return self.fail(ctx, ended, code, out);
         }
-        // A forgotten namespace's leases keep their old id: find the part by identity.
-        let fingerprint = self.namespaces.get(namespace).fingerprint;
-        let part = lease.part(namespace).or_else(|| {
-            let same = |id| self.namespaces.get(id).fingerprint == fingerprint;
-            lease.parts.iter().find(|part| same(part.namespace))
-        });
-        let Some(part) = part else { return self.fail(ctx, ended, Code::BadRequest, out) };
+        let Some(part) = lease.part(namespace) else {
+            return self.fail(ctx, ended, Code::BadRequest, out);
+        };
         let first = ask.offset.checked_sub(part.first).map(u64::from);
         let fits = first.is_some_and(|first| first + pages.len() as u64 <= u64::from(part.len));
         let Some(first) = first.filter(|_| fits) else {
@@ -101,8 +97,10 @@ impl Core {
         {
             lease.users += 1;
             for (entry, leased) in pages.iter().zip(&mut lease.pages[start..]) {
-                if !ask.keep {
-                    // The pin passes from the lease to this operation.
+                // This operation has a pin of its own: the lease's, or one more.
+                if ask.keep {
+                    self.pages[leased.page].pins += 1;
+                } else {
                     leased.ended = true;
                     lease.live_pages -= 1;
                 }
@@ -151,6 +149,7 @@ impl Core {
         let window = self.config.read_window_bytes;
         let Some(job) = self.jobs.get_mut(reference) else { return false };
         let Stage::Restore { next_read, window_bytes, .. } = &mut job.stage else { return false };
+        let before = *next_read;
         while job
             .entries
             .get(*next_read as usize)
@@ -158,11 +157,15 @@ impl Core {
         {
             *next_read += 1;
         }
-        let position = *next_read;
-        let Some(entry) = job.entries.get(position as usize) else { return false };
-        let Some(page) = entry.page else { return false };
+        let (position, window_bytes) = (*next_read, *window_bytes);
+        let page = job.entries.get(position as usize).and_then(|entry| entry.page);
+        if position > before {
+            // Somebody else brought pages in that were on SSD only.
+            self.queue_copy(reference);
+        }
+        let Some(page) = page else { return false };
         let bytes = charge(self.namespaces.get(self.pages[page].namespace).image_bytes);
-        if *window_bytes > 0 && *window_bytes + bytes > window {
+        if window_bytes > 0 && window_bytes + bytes > window {
             return false;
         }
         let started = self.read_page(page, out);
@@ -246,16 +249,15 @@ impl Core {
         }
         if streaming && !keep {
             // Copied pages make room for those still on SSD.
-            for at in (first..first + len).rev() {
+            for at in first..first + len {
                 let page = self
                     .jobs
                     .get_mut(reference)
                     .and_then(|job| job.entries[at as usize].page.take());
                 if let Some(page) = page {
-                    self.unpin(page, out);
+                    self.unpin_in_place(page, out);
                 }
             }
-            self.feed_starved();
         }
         let Some(job) = self.jobs.get(reference) else { return };
         if job.stop.is_none() {
@@ -279,7 +281,9 @@ impl Core {
         if job.copies > 0 || reading > 0 || (unfinished && job.stop.is_none()) {
             return;
         }
-        let stop = job.stop;
+        // One that was stopped too late has done all that was asked, as its done word says.
+        let restored = |entry: &Entry| entry.outcome == PageOutcome::Restored;
+        let stop = job.stop.filter(|_| !job.entries.iter().all(restored));
         let code = stop.map_or(Code::None, |stop| stop.code);
         let (id, operation, kind) = (job.session, job.operation, job.kind);
         let mut entries = std::mem::take(&mut job.entries);
@@ -312,30 +316,27 @@ impl Core {
             let image = self.namespaces.get(namespace).image_bytes;
             ended.bytes = u64::from(ended.pages) * u64::from(image);
         }
-        if !keep {
-            for entry in entries.iter_mut().rev() {
-                if let Some(page) = entry.page.take() {
-                    self.unpin(page, out);
-                }
+        for entry in entries.iter_mut().rev() {
+            if let Some(page) = entry.page.take() {
+                self.unpin(page, out);
             }
-            if let Some(namespace) = namespace {
-                // Streamed pages were let go of from the head: put the whole chain in order.
-                // Else only the parents outside of the range are missing.
-                let deepest = entries.iter().rev().find_map(|e| self.find(namespace, &e.hash));
-                let head = entries.first().and_then(|e| self.find(namespace, &e.hash));
-                let from = if streaming { deepest } else { head };
-                self.touch_upwards(from, 0);
-            }
+        }
+        if let Some(namespace) = namespace {
+            // Streamed pages were let go of from the head: put the whole chain in order.
+            // Else only the parents outside of the range are missing.
+            let deepest = entries.iter().rev().find_map(|e| self.find(namespace, &e.hash));
+            let head = entries.first().and_then(|e| self.find(namespace, &e.hash));
+            let from = if streaming { deepest } else { head };
+            self.touch_upwards(from, 0);
         }
         let named_bytes = if keep { 0 } else { entries.len() as u64 * unit_bytes };
         if let Some(job) = self.jobs.get_mut(reference) {
             job.entries = entries;
         }
         self.leave_lease(lease, named_bytes, out);
-        self.leave_region(now, id, region, out);
         let ended = Self::stopped(code, ended.pages, ended);
         self.end_job(now, reference, ended, out);
-        self.feed_starved();
+        self.leave_region(now, id, region, out);
         self.admit_waiting(now, out);
     }
 
@@ -364,15 +365,12 @@ impl Core {
         }
         for part in &parts {
             let range = part.start as usize..(part.start + part.len) as usize;
-            for leased in pages[range.clone()].iter().rev().filter(|leased| !leased.ended) {
+            let live = || pages[range.clone()].iter().rev().filter(|leased| !leased.ended);
+            for leased in live() {
                 self.unpin(leased.page, out);
             }
-            // Parents outside of the lease stay hotter than the pages that it held.
-            let head = pages[range].first().filter(|leased| !leased.ended);
-            if let Some(head) = head.filter(|leased| self.pages[leased.page].indexed) {
-                let parent = self.pages.parent(head.page);
-                self.touch_upwards(parent, 0);
-            }
+            // Parents that the lease does not hold, or not any more, stay hotter than its pages.
+            self.refresh(live().map(|leased| leased.page));
         }
         if let Some(lease) = self.leases.get_mut(reference) {
             lease.pages = pages;
@@ -380,7 +378,6 @@ impl Core {
         }
         self.leases.close(reference);
         self.give_budget(session, bytes, speculative);
-        self.feed_starved();
     }
 
     /// Ends every lease that counts against a session or, without other sessions, its group.
@@ -393,21 +390,22 @@ impl Core {
             .map(|(reference, lease)| (reference, lease.users))
             .collect();
         for (reference, users) in of_group {
-            if group_lives {
-                // Still counted in the total; the session that took it is no more.
-                if let Some(lease) = self.leases.get_mut(reference)
-                    && lease.session == Some(id)
-                {
-                    lease.session = None;
-                }
-                continue;
-            }
-            if let Some(lease) = self.leases.get_mut(reference) {
+            let Some(lease) = self.leases.get_mut(reference) else { continue };
+            if !group_lives {
                 lease.closed = true;
                 lease.end = LeaseEnd::Orphaned;
             }
-            if users == 0 {
+            if users == 0 && !group_lives {
                 self.end_lease(reference, out);
+                continue;
+            }
+            if lease.session == Some(id) {
+                // Still counted in the total; the session that took it is no more.
+                lease.session = None;
+                let bytes = lease.bytes;
+                if let Some(session) = self.sessions.get_mut(id) {
+                    session.leased_bytes -= bytes;
+                }
             }
         }
     }

@@ -48,7 +48,9 @@ impl Core {
         if let Some(found) = session.region_mut(region) {
             found.users += 1;
         }
-        let stage = Stage::Save { region, fence, next_issue: 0, next_commit: 0, pinned_parents: 0 };
+        let forgets = self.namespaces.get(namespace).forgets;
+        let stage =
+            Stage::Save { region, namespace, forgets, fence, next_issue: 0, next_commit: 0 };
         let reference = self.open_job(ctx, &ended, stage);
         let mut entries = match self.jobs.get_mut(reference) {
             Some(job) => std::mem::take(&mut job.entries),
@@ -139,22 +141,20 @@ impl Core {
     /// Commits what has been copied, in chain order; ends the save when nothing is left.
     pub(super) fn save_advanced(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
-        let Stage::Save { region, next_commit, .. } = job.stage else { return };
-        let (id, copies, stopped, abandoned) = (job.session, job.copies, job.stop, job.abandoned);
+        let Stage::Save { namespace, forgets, next_commit, .. } = job.stage else { return };
+        let (copies, stopped, abandoned) = (job.copies, job.stop, job.abandoned);
         let mut entries = std::mem::take(&mut job.entries);
-        let namespace = self.sessions.get(id).and_then(|session| {
-            session.regions.get(region.0 as usize)?.as_ref().map(|region| region.namespace)
-        });
+        let forgotten = self.namespaces.get(namespace).forgets != forgets;
         let mut at = next_commit as usize;
         while at < entries.len() {
             match entries[at].state {
                 EntryState::Pending | EntryState::Copying => break,
-                EntryState::Copied => match namespace {
-                    Some(namespace) if !abandoned => {
-                        self.commit(namespace, &mut entries, at);
-                    }
-                    _ => {}
-                },
+                // Of an engine that is gone nobody knows whether it still wrote these bytes.
+                EntryState::Copied if abandoned => {}
+                EntryState::Copied if forgotten => {
+                    entries[at].end(PageOutcome::Refused, Code::Forgotten);
+                }
+                EntryState::Copied => self.commit(namespace, &mut entries, at),
                 EntryState::Anchor | EntryState::Ended => {}
             }
             at += 1;
@@ -168,7 +168,7 @@ impl Core {
             }
         }
         if copies == 0 && (all_done || stopped.is_some()) {
-            self.finish_save(now, reference, namespace, out);
+            self.finish_save(now, reference, out);
         } else if more && stopped.is_none() {
             self.queue_copy(reference);
         }
@@ -178,25 +178,19 @@ impl Core {
     fn commit(&mut self, namespace: NamespaceId, entries: &mut [Entry], at: usize) {
         let Some(extent) = entries[at].extent.take() else { return };
         let (hash, checksum) = (entries[at].hash, entries[at].checksum);
-        if self.namespaces.get(namespace).forgotten {
-            self.extents.free(extent);
-            entries[at].end(PageOutcome::Refused, Code::Forgotten);
-            return;
-        }
         let existing = self.find(namespace, &hash);
         let page = match existing {
             Some(page) if self.pages[page].extent.is_some() => {
-                self.extents.free(extent);
+                self.free_memory(extent);
                 entries[at].end(PageOutcome::Present, Code::None);
                 entries[at].tier = Tier::Dram;
-                self.touch(page);
                 return;
             }
             Some(page) => page,
             None => match self.parent_of(namespace, entries, at) {
                 Ok(parent) => self.insert_page(namespace, hash, parent),
                 Err(()) => {
-                    self.extents.free(extent);
+                    self.free_memory(extent);
                     entries[at].end(PageOutcome::Refused, Code::ParentAbsent);
                     return;
                 }
@@ -207,8 +201,9 @@ impl Core {
         entries[at].end(PageOutcome::Stored, Code::None);
         entries[at].tier = Tier::Dram;
         self.stats.bytes_saved += u64::from(extent.bytes);
-        // Until the save ends the page is the hottest; the end puts its parents in front again.
-        self.touch(page);
+        // The end of the save makes the chain the hottest; until then no page may be hotter than
+        // its parent.
+        self.place(page);
         self.offer(page);
     }
 
@@ -231,15 +226,9 @@ impl Core {
         self.find(namespace, &before.hash).map(Some).ok_or(())
     }
 
-    fn finish_save(
-        &mut self,
-        now: Nanos,
-        reference: JobRef,
-        namespace: Option<NamespaceId>,
-        out: &mut Effects,
-    ) {
+    fn finish_save(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
-        let Stage::Save { region, .. } = job.stage else { return };
+        let Stage::Save { region, namespace, .. } = job.stage else { return };
         let mut entries = std::mem::take(&mut job.entries);
         let mut pinned = std::mem::take(&mut job.pinned);
         let (id, operation, kind, stop) = (job.session, job.operation, job.kind, job.stop);
@@ -248,10 +237,9 @@ impl Core {
         let mut first_refusal = Code::None;
         for entry in &mut entries {
             if let Some(extent) = entry.extent.take() {
-                self.extents.free(extent);
-                let why = if code == Code::None { Code::Cancelled } else { code };
-                entry.end(PageOutcome::Refused, why);
-            } else if matches!(entry.state, EntryState::Pending) {
+                self.free_memory(extent);
+            }
+            if matches!(entry.state, EntryState::Pending | EntryState::Copied) {
                 entry.end(PageOutcome::Refused, code);
             }
             match entry.outcome {
@@ -272,24 +260,21 @@ impl Core {
         for page in pinned.drain(..).rev() {
             self.unpin(page, out);
         }
-        if let Some(namespace) = namespace {
-            self.refresh_chains(namespace, &entries);
-            let image = self.namespaces.get(namespace).image_bytes;
-            ended.bytes = u64::from(ended.pages) * u64::from(image);
-        }
+        self.refresh_chains(namespace, &entries);
+        let image = self.namespaces.get(namespace).image_bytes;
+        ended.bytes = u64::from(ended.pages) * u64::from(image);
         let done = ended.pages + ended.pages_present;
         let code = if code == Code::None { first_refusal } else { code };
         let mut ended = Self::stopped(code, done, ended);
-        if ended.pages_refused == 0 && code != Code::Cancelled {
+        if ended.pages_refused == 0 {
             (ended.status, ended.code) = (Status::Ok, Code::None);
         }
         if let Some(job) = self.jobs.get_mut(reference) {
             job.entries = entries;
             job.pinned = pinned;
         }
-        self.leave_region(now, id, region, out);
         self.end_job(now, reference, ended, out);
-        self.feed_starved();
+        self.leave_region(now, id, region, out);
     }
 
     /// Touches every chain of the range, tail first, parents outside of it included.

@@ -22,16 +22,6 @@ impl Scope {
             Self::Set(set) => set,
         }
     }
-
-    pub(super) fn replace(&mut self, old: NamespaceId, new: NamespaceId) {
-        let members = match self {
-            Self::One(one) => std::slice::from_mut(one),
-            Self::Set(set) => set.as_mut_slice(),
-        };
-        for member in members.iter_mut().filter(|member| **member == old) {
-            *member = new;
-        }
-    }
 }
 
 /// A registered region, as far as decisions need it.
@@ -142,6 +132,8 @@ pub(super) struct Sessions {
     live: usize,
     /// Sessions with waiting queries, in the order in which they are served next.
     pub(super) turn: VecDeque<SessionId>,
+    /// The first in turn waits for bytes of the total: nobody overtakes it.
+    pub(super) total_is_short: bool,
 }
 
 impl Sessions {
@@ -178,11 +170,6 @@ impl Sessions {
     pub(super) fn iter(&self) -> impl Iterator<Item = (SessionId, &Session)> {
         let numbered = self.table.iter().enumerate();
         numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref()?)))
-    }
-
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
-        let numbered = self.table.iter_mut().enumerate();
-        numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref_mut()?)))
     }
 
     /// Whether a session of `engine` other than closing ones is attached.

@@ -274,7 +274,7 @@ impl Slots {
         &self,
         pages: &PageSlab,
         slot_bytes: u32,
-        evictable: impl Fn(PageId) -> bool,
+        mut evictable: impl FnMut(PageId) -> bool,
     ) -> Option<(u16, u32, Vec<PageId>)> {
         if self.classes.iter().any(|class| class.slot_bytes == slot_bytes && class.used > 0) {
             return None;
@@ -321,6 +321,11 @@ impl Slots {
         }
     }
 
+    /// Whether a device is used for new images.
+    pub(super) fn accepts_writes(&self, number: u16) -> bool {
+        self.devices.get(usize::from(number)).is_some_and(|device| device.accepts_writes)
+    }
+
     /// Stops or resumes the use of a device for new images.
     pub(super) fn set_accepts_writes(&mut self, number: u16, accepts: bool) {
         let Some(device) = self.devices.get_mut(usize::from(number)) else { return };
@@ -344,6 +349,52 @@ impl Slots {
     /// `(used_bytes, used_slots)` of one device.
     pub(super) fn usage(&self, number: usize) -> (u64, u64) {
         self.devices.get(number).map_or((0, 0), |device| (device.used_bytes, device.used_slots))
+    }
+
+    /// Recency list of each slot size. For checks.
+    pub(super) fn recencies(&self) -> impl Iterator<Item = (u32, &Recency)> {
+        self.classes.iter().map(|class| (class.slot_bytes, &class.recency))
+    }
+
+    /// Shows every slot in use to `see`, with its page or as being written. For tests.
+    ///
+    /// # Panics
+    /// When counters, free stacks and owners disagree.
+    pub(super) fn check(&self, mut see: impl FnMut(Slot, Option<PageId>)) {
+        let mut used = vec![0; self.classes.len()];
+        for (number, device) in self.devices.iter().enumerate() {
+            let (mut bytes, mut slots) = (0, 0);
+            for (index, region) in device.regions.iter().enumerate() {
+                let at = (number as u16, index as u32);
+                let unused = device.unused.iter().filter(|&&other| other == at.1).count();
+                assert_eq!(unused, usize::from(region.slot_bytes == 0), "region {at:?}");
+                for class in &self.classes {
+                    let listed = class.open.iter().filter(|&&other| other == at).count();
+                    let open = region.open && class.slot_bytes == region.slot_bytes;
+                    assert_eq!(listed, usize::from(open), "open list of region {at:?}");
+                }
+                let usable = device.accepts_writes && !region.free.is_empty();
+                assert!(region.open || !usable, "free slots of region {at:?} are lost");
+                let mut free = region.free.clone();
+                free.sort_unstable();
+                let marked = region.owners.iter().enumerate().filter(|(_, o)| **o == FREE);
+                assert!(free.iter().copied().eq(marked.map(|(slot, _)| slot as u32)), "{at:?}");
+                for (slot, &owner) in region.owners.iter().enumerate() {
+                    if owner == FREE || owner == RETIRED {
+                        continue;
+                    }
+                    let slot_bytes = region.slot_bytes;
+                    let offset = device.geometry.slot_offset(at.1, slot_bytes, slot as u32);
+                    let slot = Slot { device: at.0, offset, bytes: slot_bytes };
+                    see(slot, (owner != TAKEN).then_some(PageId(owner)));
+                    (bytes, slots) = (bytes + u64::from(slot_bytes), slots + 1);
+                    let class = self.classes.iter().position(|c| c.slot_bytes == slot_bytes);
+                    used[class.expect("a region in use has a class")] += 1;
+                }
+            }
+            assert_eq!((device.used_bytes, device.used_slots), (bytes, slots), "device {number}");
+        }
+        assert!(self.classes.iter().map(|class| class.used).eq(used), "slots in use by size");
     }
 
     fn owner_mut(&mut self, slot: Slot) -> Option<&mut u32> {

@@ -23,8 +23,12 @@ pub enum SpillPolicy {
     Reuse,
 }
 
-/// Pages looked at in search of one whose write can begin.
-const SPILL_PROBES_MAX: usize = 32;
+/// Pages looked at in search of one whose write can begin, or whose slot may go.
+const SPILL_PROBES_MAX: usize = 128;
+/// Children looked at to see whether one of them needs its parent's slot.
+const CHILDREN_PROBES_MAX: usize = 64;
+/// Pages of a region and their descendants that may be given up for another slot size.
+const RECLAIM_PAGES_MAX: usize = 1 << 16;
 
 impl Core {
     /// Offers a page that was just saved; its fate is counted exactly once.
@@ -32,27 +36,55 @@ impl Core {
         if self.slots.is_empty() {
             return;
         }
-        self.stats.spill_offered += 1;
         let found = &self.pages[page];
         if found.slot.is_some() || found.writing {
+            self.stats.spill_offered += 1;
             self.stats.spilled(SpillOutcome::AlreadyThere);
-            return;
-        }
-        if self.config.spill_policy == SpillPolicy::Reuse && found.hits == 0 {
+        } else if self.config.spill_policy == SpillPolicy::Reuse && found.hits == 0 {
+            self.stats.spill_offered += 1;
             self.stats.spilled(SpillOutcome::SkippedByPolicy);
-            return;
+        } else {
+            self.offer_chain(page);
         }
-        let bytes = found.extent.map_or(0, |extent| u64::from(extent.bytes));
-        self.spill_bytes += bytes;
-        self.stats.spill_offered_bytes += bytes;
-        self.spill.touch(&mut self.pages, page);
+    }
+
+    /// Offers a page that a query has hit, when the policy waited for that.
+    pub(super) fn offer_reused(&mut self, page: PageId) {
+        let found = &self.pages[page];
+        let news = self.config.spill_policy == SpillPolicy::Reuse && !self.slots.is_empty();
+        if news && found.indexed && found.is_resident() && !self.has_place_on_ssd(page) {
+            self.offer_chain(page);
+        }
+    }
+
+    /// Puts a page into the spill set, after those of its ancestors that have no place on SSD: a
+    /// page whose parent is not there could never be found again.
+    fn offer_chain(&mut self, page: PageId) {
+        let mut next = Some(page);
+        while let Some(at) = next.filter(|&at| !self.has_place_on_ssd(at)) {
+            debug_assert!(self.pages[at].is_resident());
+            let bytes = self.pages[at].extent.map_or(0, |extent| u64::from(extent.bytes));
+            self.spill_bytes += bytes;
+            self.stats.spill_offered += 1;
+            self.stats.spill_offered_bytes += bytes;
+            self.spill.touch(&mut self.pages, at);
+            next = self.pages.parent(at);
+        }
+    }
+
+    /// Whether a page is on SSD, on its way there, or waits to be.
+    pub(super) fn has_place_on_ssd(&self, page: PageId) -> bool {
+        let found = &self.pages[page];
+        found.slot.is_some() || found.writing || self.spill.contains(&self.pages, page)
     }
 
     pub(super) fn pump_writes(&mut self, out: &mut Effects) {
+        // Slot sizes that have no slot to give now: pages of other sizes need not wait for them.
+        let mut full: Vec<u32> = Vec::new();
         while !self.spill.is_empty() && self.may_write() {
-            let Some(page) = self.next_to_write() else { return };
-            if !self.start_write(page, out) {
-                return;
+            let Some((page, bytes)) = self.next_to_write(&full) else { return };
+            if !self.start_write(page, bytes, out) {
+                full.push(bytes);
             }
         }
     }
@@ -63,33 +95,30 @@ impl Core {
                 && self.flow.writes_bytes < self.config.writes_in_flight_bytes)
     }
 
-    /// The topmost unwritten ancestor of the coldest page of the set.
-    fn next_to_write(&self) -> Option<PageId> {
+    /// The topmost waiting ancestor of the coldest page of the set, with its slot size.
+    fn next_to_write(&self, full: &[u32]) -> Option<(PageId, u32)> {
         let mut next = self.spill.coldest();
         for _ in 0..SPILL_PROBES_MAX {
             let page = next?;
+            let namespace = self.pages[page].namespace;
+            let bytes = slot_bytes(self.namespaces.get(namespace).image_bytes);
+            if full.contains(&bytes) {
+                next = self.spill.hotter(&self.pages, page);
+                continue;
+            }
             let mut top = page;
             while let Some(parent) = self.pages.parent(top)
                 && self.spill.contains(&self.pages, parent)
             {
                 top = parent;
             }
-            // A parent that was given up without a write takes its descendants with it: they
-            // could never be found through SSD.
-            let orphaned = self.pages.parent(top).is_some_and(|parent| {
-                let parent = &self.pages[parent];
-                parent.slot.is_none() && !parent.writing
-            });
-            if !orphaned {
-                return Some(top);
-            }
-            next = self.spill.hotter(&self.pages, page);
+            return Some((top, bytes));
         }
         None
     }
 
     /// Orders the write of a page. False when no slot can be had for it now.
-    fn start_write(&mut self, page: PageId, out: &mut Effects) -> bool {
+    fn start_write(&mut self, page: PageId, slot_bytes: u32, out: &mut Effects) -> bool {
         let found = &self.pages[page];
         let Some(extent) = found.extent else { return false };
         let namespace = self.namespaces.get(found.namespace);
@@ -97,7 +126,7 @@ impl Core {
         let (hash, checksum) = (found.hash, found.checksum);
         let fingerprint = namespace.fingerprint;
         let parent = self.pages.parent(page).map(|parent| self.pages[parent].hash);
-        let Some(slot) = self.take_slot(page, slot_bytes(image_bytes), out) else {
+        let Some(slot) = self.take_slot(page, slot_bytes, out) else {
             return false;
         };
         self.leave_spill(page);
@@ -135,12 +164,15 @@ impl Core {
                 self.evict_slot(victim, out);
                 continue;
             }
-            let evictable = |page: PageId| self.slot_may_go(page);
+            let mut looks = RECLAIM_PAGES_MAX;
+            let evictable = |page: PageId| self.subtree_may_go(page, &mut looks);
             let (device, region, residents) =
                 self.slots.reclaimable_region(&self.pages, bytes, evictable)?;
             for resident in residents {
-                if self.pages[resident].slot.is_some() {
+                if self.slot_may_go(resident) {
                     self.evict_slot(resident, out);
+                } else if self.pages[resident].slot.is_some() {
+                    self.drop_subtree(resident, SpillOutcome::EvictedUnwritten, out);
                 }
             }
             self.slots.release_region(device, region);
@@ -170,11 +202,42 @@ impl Core {
         resident
     }
 
-    /// Whether a page can lose its slot: untouched, and either in DRAM too or without descendants.
+    /// Whether a page has a slot to lose, one that another image could use: untouched, and either
+    /// without descendants or in DRAM too and without any that need it on SSD.
     fn slot_may_go(&self, page: PageId) -> bool {
         let found = &self.pages[page];
-        let idle = found.pins == 0 && found.io == 0;
-        idle && (found.is_resident() || self.pages.first_child(page).is_none())
+        let useful = found.slot.is_some_and(|slot| self.slots.accepts_writes(slot.device));
+        if !useful || found.pins > 0 || found.io > 0 {
+            return false;
+        }
+        let mut children = self.pages.children(page);
+        if !found.is_resident() {
+            return children.next().is_none();
+        }
+        for _ in 0..CHILDREN_PROBES_MAX {
+            match children.next() {
+                None => return true,
+                Some(child) if self.has_place_on_ssd(child) => return false,
+                Some(_) => {}
+            }
+        }
+        false
+    }
+
+    /// Whether nothing holds a page or any of its descendants. `looks` bounds the search.
+    fn subtree_may_go(&self, page: PageId, looks: &mut usize) -> bool {
+        let mut at = page;
+        loop {
+            let found = &self.pages[at];
+            if found.pins > 0 || found.io > 0 || *looks == 0 {
+                return false;
+            }
+            *looks -= 1;
+            match self.pages.next_below(at, page) {
+                Some(next) => at = next,
+                None => return true,
+            }
+        }
     }
 
     fn evict_slot(&mut self, page: PageId, out: &mut Effects) {
@@ -194,26 +257,58 @@ impl Core {
         let Work::Write { page, slot, image, bytes } = self.flow.end(ticket) else { return };
         self.flow.writes_in_flight -= 1;
         self.flow.writes_bytes -= bytes;
+        self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.writing = false;
         found.io -= 1;
+        // Its parent's write may have failed meanwhile.
+        let parent = self.pages.parent(page);
+        let found_again = parent.is_none_or(|parent| self.has_place_on_ssd(parent));
         match fault {
-            None => {
+            None if found_again => {
                 self.stats.spilled(SpillOutcome::Written);
                 self.stats.ssd_pages_written += 1;
                 self.stats.ssd_bytes_written += bytes;
-                self.attach_slot(page, slot, image.generation);
+                self.attach_slot(page, slot, &image);
+            }
+            None => {
+                self.stats.spilled(SpillOutcome::Failed);
+                self.stats.ssd_bytes_written += bytes;
+                self.end_slot(slot, false, out);
+                self.give_up_below(page, out);
             }
             Some(fault) => {
                 self.stats.spilled(SpillOutcome::Failed);
                 self.stats.ssd_write_errors[fault.index()] += 1;
                 let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
                 self.end_slot(slot, retire, out);
+                self.give_up_below(page, out);
             }
         }
         if !self.pages[page].indexed {
             self.bury(page, out);
         }
-        self.feed_starved();
+    }
+
+    /// Takes what is below a page that did not get to SSD away from there.
+    fn give_up_below(&mut self, page: PageId, out: &mut Effects) {
+        let mut next = self.pages.first_child(page);
+        while let Some(at) = next {
+            if self.leave_spill(at) {
+                self.stats.spilled(SpillOutcome::Failed);
+            }
+            if self.pages[at].slot.is_some() && !self.pages[at].is_resident() {
+                next = self.pages.next_beside(at, page);
+                self.drop_subtree(at, SpillOutcome::Failed, out);
+                continue;
+            }
+            self.detach_slot(at, false, out);
+            // What is being written is looked at when its write ends.
+            next = if self.pages[at].writing {
+                self.pages.next_beside(at, page)
+            } else {
+                self.pages.next_below(at, page)
+            };
+        }
     }
 }

@@ -52,6 +52,7 @@ pub struct NamespaceView<'a> {
     pub page_bytes: u64,
     pub dram_pages: u64,
     pub ssd_pages: u64,
+    /// It was forgotten and has had no page since.
     pub forgotten: bool,
 }
 
@@ -210,7 +211,7 @@ impl Core {
             page_bytes: namespace.image_bytes.into(),
             dram_pages: namespace.dram_pages,
             ssd_pages: namespace.ssd_pages,
-            forgotten: namespace.forgotten,
+            forgotten: namespace.forgets > 0 && namespace.pages.is_empty(),
         })
     }
 
