@@ -218,7 +218,10 @@ fn hits_that_nobody_uses_expire() {
     }
     assert_eq!(over_budget, 10_000 - 4);
     rig.world.advance(rig.world.config().lease_ttl_ns);
-    assert_eq!(rig.world.core.stats().leases_ended[orbitkv_manager::core::LeaseEnd::Expired as usize], 4);
+    assert_eq!(
+        rig.world.core.stats().leases_ended[orbitkv_manager::core::LeaseEnd::Expired as usize],
+        4
+    );
     rig.assert_at_rest();
 }
 
