@@ -310,3 +310,16 @@ fn bytes_and_lookups_are_counted_exactly() {
     let stats = rig.world.core.stats();
     assert_eq!((stats.lookup_pages, stats.lookup_hits_dram), (30, 18));
 }
+
+#[test]
+fn a_page_that_is_being_written_stays_in_dram() {
+    let mut rig = Rig::ssd(4, 16);
+    let first = chain(1, 4);
+    rig.stored(&first);
+    assert_eq!(rig.in_flight(is_write), 4);
+    let refused = rig.save(&chain(2, 1)).completion;
+    assert_eq!((refused.status, refused.pages_refused), (Status::Error, 1));
+    rig.world.settle();
+    assert_eq!(rig.hits(&first), 4);
+    rig.stored(&chain(2, 1));
+}
