@@ -301,6 +301,15 @@ fn bytes_and_lookups_are_counted_exactly() {
     assert_eq!((stats.bytes_saved, stats.ssd_bytes_written), (5_242_880, 5_242_880));
     assert_eq!((stats.ssd_bytes_read, stats.bytes_restored), (5_242_880, 7_340_032));
     assert_eq!((stats.pages_restored, stats.pages_saved), (7, 5));
+    // An image that does not fill its last 4 KiB counts its own bytes.
+    let mut rig = Rig::new(generous(16 * PAGE), &[], spec("model", 5000));
+    let chain = orbitkv_tests::world::chain(1, 1);
+    rig.stored(&chain);
+    let lease = rig.lease(&chain);
+    rig.restore(rig.seat, lease, &chain, false);
+    rig.world.settle();
+    let stats = rig.world.core.stats();
+    assert_eq!((stats.bytes_saved, stats.bytes_restored), (5000, 5000));
     let mut rig = Rig::dram(16);
     let chain = orbitkv_tests::world::chain(1, 10);
     rig.stored(&chain[..6]);
@@ -309,4 +318,17 @@ fn bytes_and_lookups_are_counted_exactly() {
     }
     let stats = rig.world.core.stats();
     assert_eq!((stats.lookup_pages, stats.lookup_hits_dram), (30, 18));
+}
+
+#[test]
+fn a_page_that_is_being_written_stays_in_dram() {
+    let mut rig = Rig::ssd(4, 16);
+    let first = chain(1, 4);
+    rig.stored(&first);
+    assert_eq!(rig.in_flight(is_write), 4);
+    let refused = rig.save(&chain(2, 1)).completion;
+    assert_eq!((refused.status, refused.pages_refused), (Status::Error, 1));
+    rig.world.settle();
+    assert_eq!(rig.hits(&first), 4);
+    rig.stored(&chain(2, 1));
 }
