@@ -5,12 +5,12 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 
 use orbitkv_engine::{
-    Connect, EngineId, Epoch, Lease, LeaseId, LeaseParts, PageHash, RestoreOptions,
+    Connect, EngineId, Epoch, Lease, LeaseId, LeaseParts, PageHash, RestoreOptions, Status,
 };
 use rustix::process::{Pid, Signal};
 
 use crate::engine::{Engine, Shape, Way, blocks, hashes, namespace};
-use crate::manager::Setup;
+use crate::manager::{PATIENCE, Setup};
 
 /// Who an engine process is.
 #[derive(Clone, Debug)]
@@ -188,14 +188,23 @@ fn follow(engine: &mut Engine, words: &[&str]) -> String {
             let ended = engine.save(&blocks(&sequence_of(sequence, pages), 0));
             format!("{:?} {} {}", ended.status, ended.pages, ended.pages_present)
         }
-        // Saves one sequence of `pages` pages after the other for ever.
+        // Saves one sequence of `pages` pages after the other until the Manager is gone.
         ["save-on", first, pages] => {
             let first = number(first);
             let pages = number(pages) as u32;
             for sequence in first.. {
-                let _may_be_refused = engine.save(&blocks(&hashes(sequence, 0..pages), 0));
+                let blocks = blocks(&hashes(sequence, 0..pages), 0);
+                engine.fill(&blocks);
+                let saved = match engine.client.save(&engine.region, &blocks) {
+                    Ok(_) => engine.client.wait(PATIENCE),
+                    Err(refused) => return format!("{refused:?}"),
+                };
+                // Refused for want of memory is as good as stored; gone is the end.
+                if !saved.is_ok_and(|saved| saved.is_some_and(|s| s.status != Status::Gone)) {
+                    break;
+                }
             }
-            unreachable!("there is always another sequence")
+            "gone".into()
         }
         // As many saves as there are credits, and never a look at what becomes of them.
         ["flood", sequence, pages] => {

@@ -215,13 +215,24 @@ impl Manager {
         }
     }
 
-    /// Waits until a counter has come to `expected`, which it must never pass: a completion may be
+    /// [`settle`](Self::settle) by numbers that are younger than this call: a completion may be
     /// seen a moment before what it counts.
+    fn settle_from_now(&self, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
+        let called = Instant::now();
+        self.settle(what, |seen| {
+            // The age is rounded down.
+            let age = Duration::from_millis(seen.manager.heartbeat_age_ms + 1);
+            age < called.elapsed() && is_so(seen)
+        })
+    }
+
+    /// Waits until a counter has come to `expected`, which it must never pass.
     ///
     /// # Panics
     /// When it passes or never comes.
     pub fn counted(&self, metric: Metric, expected: u64) {
-        let seen = self.settle("the counter", |seen| seen.counters.get(metric) >= expected);
+        let seen =
+            self.settle_from_now("the counter", |seen| seen.counters.get(metric) >= expected);
         assert_eq!(seen.counters.get(metric), expected, "{metric:?}");
     }
 
@@ -230,7 +241,7 @@ impl Manager {
     /// # Panics
     /// When that never comes.
     pub fn settle_empty(&self) -> Snapshot {
-        self.settle("nothing is held", |seen| {
+        self.settle_from_now("nothing is held", |seen| {
             let zero = [
                 Metric::LeasesHeld,
                 Metric::LeasedBytes,
