@@ -22,7 +22,8 @@ use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
 use crate::clock::{Clock, nanos_of};
 use crate::config::WaitMode;
 use crate::core::{
-    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, Ticket,
+    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, SessionView,
+    Ticket,
 };
 use crate::device::{CopyCommand, Device, DeviceRegion, DoneWord};
 use crate::endpoint::{
@@ -122,6 +123,10 @@ pub struct Service {
     counters: Arc<EndpointCounters>,
     stopping: Option<Stopping>,
     tables_shown_ns: Nanos,
+    /// Pages in DRAM and on SSD of each namespace, as last shown.
+    namespaces_shown: Vec<(u64, u64)>,
+    /// Buffer of a table turn.
+    session_views: Vec<SessionView>,
     turns: u64,
     /// Dropped last: it holds the lock that makes the telemetry segment ours to remove.
     endpoint: Endpoint<DeviceRegion>,
@@ -170,6 +175,8 @@ impl Service {
             checksum_buffers: Vec::new(),
             stopping: None,
             tables_shown_ns: 0,
+            namespaces_shown: Vec::new(),
+            session_views: Vec::new(),
             turns: 0,
         }
     }

@@ -10,7 +10,7 @@ use orbitkv_shm_protocol::telemetry::{
 };
 
 use super::{Service, Storage, TABLES_INTERVAL_NS};
-use crate::core::{Gauges, Nanos, SessionView, Stats};
+use crate::core::{Gauges, Nanos, Stats};
 use crate::telemetry::Counters;
 use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
 
@@ -33,7 +33,9 @@ impl Service {
     }
 
     fn show_tables(&mut self) {
-        let views: Vec<SessionView> = self.core.session_views().collect();
+        let mut views = std::mem::take(&mut self.session_views);
+        views.clear();
+        views.extend(self.core.session_views());
         let regions: u32 = views.iter().map(|view| view.regions).sum();
         let waiting = self.core.operation_views().filter(|op| op.stage == "waiting for budget");
         let waiting = waiting.count() as u64;
@@ -50,7 +52,25 @@ impl Service {
             self.telemetry.set_operations(slot, operations_of(core, session));
             self.telemetry.set_leases(slot, leases_of(core, session));
         }
+        self.session_views = views;
         self.cut_off_violators(self.tables_shown_ns);
+        self.show_namespaces();
+        self.show_health();
+        if let Some(storage) = &self.storage {
+            let devices = storage.mirrors(|device| self.core.device_usage(device));
+            self.telemetry.set_devices(devices);
+            self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
+        }
+    }
+
+    /// Their rows cost a sort: only when one of them changed.
+    fn show_namespaces(&mut self) {
+        let pages = || self.core.namespace_views().map(|view| (view.dram_pages, view.ssd_pages));
+        if pages().eq(self.namespaces_shown.iter().copied()) {
+            return;
+        }
+        self.namespaces_shown.clear();
+        self.namespaces_shown.extend(pages());
         let namespaces = self.core.namespace_views().map(|view| NamespaceMirror {
             name: view.label,
             dram_pages: view.dram_pages,
@@ -59,18 +79,10 @@ impl Service {
             ssd_bytes: view.ssd_pages * view.page_bytes,
         });
         self.telemetry.set_namespaces(namespaces);
-        let (dram, ssd) = self
-            .core
-            .namespace_views()
-            .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
+        let sum = |(dram, ssd), (more_dram, more_ssd)| (dram + more_dram, ssd + more_ssd);
+        let (dram, ssd) = self.namespaces_shown.iter().copied().fold((0, 0), sum);
         self.telemetry.counters.set(Metric::PoolResidentPages, dram);
         self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
-        self.show_health();
-        if let Some(storage) = &self.storage {
-            let devices = storage.mirrors(|device| self.core.device_usage(device));
-            self.telemetry.set_devices(devices);
-            self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
-        }
     }
 }
 
