@@ -133,6 +133,7 @@ impl Core {
         let ceiling = found.cut_to(found.len, self.budget.ceiling(speculative));
         let now_fits = found.bytes(ceiling) <= available && !self.leases.is_full();
         let len = match mode {
+            QueryMode::Candidate if self.leases.is_full() => 0,
             QueryMode::Candidate => found.cut_to(ceiling, available),
             QueryMode::Speculative if !now_fits => {
                 self.stats.queries_skipped += 1;
@@ -217,6 +218,7 @@ impl Core {
             entry.outcome = PageOutcome::from_raw(result.outcome).unwrap_or(PageOutcome::None);
             entry.tier = Tier::from_raw(result.tier).unwrap_or(Tier::None);
             entry.code = Code::from_raw(result.code).unwrap_or(Code::None);
+            entry.restorable = result.restorable != 0;
             job.entries.push(entry);
         }
     }
@@ -370,7 +372,8 @@ impl Core {
         };
         let mut room = self.budget.speculative.available();
         let reference = self.jobs.open();
-        let (mut bytes, mut accepted) = (0, 0);
+        // One page of every rank is one page of the prompt.
+        let (mut bytes, mut accepted, mut counted) = (0, 0, None);
         'pages: for position in 0..found.len {
             for (number, member) in found.members.iter().enumerate() {
                 let Some(page) = found.at(position, number) else { continue };
@@ -386,7 +389,9 @@ impl Core {
                 }
                 room -= cost;
                 bytes += cost;
-                accepted += 1;
+                if counted.replace(position) != Some(position) {
+                    accepted += 1;
+                }
                 self.pin(page);
                 if let Some(job) = self.jobs.get_mut(reference) {
                     job.fill.push(FillPage { page, position });
@@ -618,6 +623,7 @@ impl Core {
                 if entry.tier == Tier::Dram { dram += 1 } else { ssd += 1 }
             } else {
                 entry.outcome = PageOutcome::Miss;
+                entry.restorable = false;
                 entry.tier = Tier::None;
                 entry.code = stop.map_or(Code::Absent, |stop| stop.code);
             }

@@ -277,9 +277,11 @@ impl Core {
         else {
             return;
         };
+        if job.copies > 0 || reading > 0 {
+            return;
+        }
         let pending = |entry: &Entry| entry.state != EntryState::Ended;
-        let unfinished = job.entries.iter().any(pending);
-        if job.copies > 0 || reading > 0 || (unfinished && job.stop.is_none()) {
+        if job.stop.is_none() && job.entries.iter().any(pending) {
             return;
         }
         // One that was stopped too late has done all that was asked, as its done word says.
