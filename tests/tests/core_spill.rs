@@ -263,6 +263,33 @@ fn a_new_page_size_takes_the_coldest_region() {
     assert!((8..32).contains(&hits), "one region's pages went: {hits}");
 }
 
+/// After a change of model the whole tier belongs to the new one, but for what is still used.
+#[test]
+fn a_new_page_size_takes_every_colder_region_and_no_hotter_one() {
+    let mut rig = Rig::new(config(256), &[device(4, 16 * 2 * PAGE)], spec("model", PAGE));
+    for branch in 0..16 {
+        rig.stored(&chain(branch, 4));
+        rig.world.settle();
+    }
+    assert_eq!(rig.world.core.device_usage(0).1, 64);
+    let session = rig.seat.session;
+    let large = rig.world.namespace(session, &spec("large", 3 * PAGE));
+    let region = rig.world.region(session, large, 64);
+    for branch in 0..40 {
+        // The last region's chains stay in use.
+        for used in 12..16 {
+            assert_eq!(rig.hits(&chain(used, 4)), 4);
+        }
+        rig.world.evict_dram();
+        rig.world.save(session, region, &pages(&chain(100 + branch, 1)));
+        rig.world.settle();
+    }
+    // Three regions of eight slots; sixteen slots of the last region.
+    assert_eq!(rig.world.core.device_usage(0).1, 3 * 8 + 16);
+    let kept: u32 = (0..16).map(|branch| rig.hits(&chain(branch, 4))).sum();
+    assert_eq!(kept, 16);
+}
+
 /// A page size that cannot get a slot holds up no other.
 #[test]
 fn a_size_without_slots_does_not_block_the_others() {

@@ -172,6 +172,10 @@ pub struct Core {
     spill_bytes: u64,
     pinned_bytes: u64,
     draining_bytes: u64,
+    /// Counts touches: the only notion of age that pages of different sizes share.
+    touches: u64,
+    /// No region is looked at for another slot size before so many touches.
+    reclaim_after: u64,
     /// Numbers the allocations whose own pages must not be evicted for them.
     guard: u64,
     /// Sessions whose last lease ended through somebody else: their drains may end.
@@ -207,6 +211,8 @@ impl Core {
             spill_bytes: 0,
             pinned_bytes: 0,
             draining_bytes: 0,
+            touches: 0,
+            reclaim_after: 0,
             guard: 0,
             rested: Vec::new(),
             next_deadline: Nanos::MAX,
