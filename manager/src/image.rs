@@ -65,6 +65,18 @@ impl<'memory> DramSlice<'memory> {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }.to_vec()
     }
 
+    /// Copies the bytes to `target`, or does nothing and returns false when the lengths differ. Only
+    /// the holder of the extent calls this.
+    pub fn copy_to(&self, target: &mut [u8]) -> bool {
+        if target.len() != self.bytes {
+            return false;
+        }
+        // SAFETY: the source is valid and initialised for `bytes` (`new`), held by the caller
+        // (law 1), and `target`, a live exclusive reference, cannot overlap it.
+        unsafe { target.as_mut_ptr().copy_from_nonoverlapping(self.start.as_ptr(), self.bytes) };
+        true
+    }
+
     /// Overwrites the first `source.len()` bytes, or does nothing and returns false when they do
     /// not fit. Only the holder of the extent calls this.
     pub fn fill_from(&self, source: &[u8]) -> bool {
@@ -129,6 +141,9 @@ mod tests {
         assert!(half.fill_from(&[3; 4096]));
         assert!(!half.fill_from(&[3; 4097]));
         assert_eq!(whole.to_vec(), [[0; 4096], [3; 4096]].concat());
+        let mut copy = [0; 4096];
+        assert!(half.copy_to(&mut copy) && copy == [3; 4096]);
+        assert!(!half.copy_to(&mut copy[1..]));
         assert_eq!(half.checksum(), XxHash3_64::oneshot(&[3; 4096]));
     }
 }

@@ -140,9 +140,9 @@ impl Core {
                 return self.fail(ctx, ended, Code::OverBudget, out);
             }
             QueryMode::Demand if ceiling > 0 && (!now_fits || queued_behind) => {
-                let found_len = found.len;
+                let bytes = found.bytes(ceiling);
                 self.recycle(found);
-                return self.wait_for_budget(ctx, &ended, scope, pages, found_len, out);
+                return self.wait_for_budget(ctx, &ended, scope, pages, bytes, out);
             }
             _ => ceiling,
         };
@@ -243,12 +243,12 @@ impl Core {
         ended: &Completion,
         scope: ScopeId,
         pages: &[PageEntry],
-        found: u32,
+        bytes: u64,
         out: &mut Effects,
     ) {
         let reference = self.open_job(ctx, ended, Stage::Wait { scope });
         if let Some(job) = self.jobs.get_mut(reference) {
-            job.found = found;
+            job.bytes = bytes;
             job.entries.extend(pages.iter().map(|entry| {
                 let state =
                     if entry.is_anchor() { EntryState::Anchor } else { EntryState::Pending };
@@ -310,13 +310,24 @@ impl Core {
             return Turn::Served;
         };
         let Stage::Wait { scope } = job.stage else { return Turn::Nothing };
+        // What it needed last time has to be there before its pages are looked up again.
+        let room = self.budget.session_limit.saturating_sub(leased);
+        if job.bytes > room {
+            return Turn::SessionFull;
+        }
+        if job.bytes > self.budget.total.available() {
+            return Turn::TotalFull;
+        }
         let skip = usize::from(job.entries.first().is_some_and(|e| e.state == EntryState::Anchor));
         let hashes: Vec<PageEntry> =
             job.entries.iter().map(|entry| PageEntry::page(entry.hash, 0)).collect();
         let Some(found) = self.lookup(id, scope, &hashes[skip..]) else { return Turn::Nothing };
         let len = found.cut_to(found.len, self.budget.ceiling(false));
         let bytes = found.bytes(len);
-        if bytes > self.budget.session_limit.saturating_sub(leased) {
+        if let Some(job) = self.jobs.get_mut(reference) {
+            job.bytes = bytes;
+        }
+        if bytes > room {
             self.recycle(found);
             return Turn::SessionFull;
         }

@@ -240,7 +240,8 @@ impl Core {
             if entry.outcome == PageOutcome::Restored {
                 self.stats.pages_restored += 1;
                 self.stats.pages_restored_dram += u64::from(entry.tier == Tier::Dram);
-                self.stats.bytes_restored += found.extent.map_or(0, |e| u64::from(e.bytes));
+                let image_bytes = self.namespaces.get(found.namespace).image_bytes;
+                self.stats.bytes_restored += u64::from(image_bytes);
             }
             if entry.tier == Tier::Ssd {
                 let bytes = found.extent.map_or(0, |extent| u64::from(extent.bytes));

@@ -169,6 +169,10 @@ pub enum SsdError {
 }
 
 impl SsdError {
+    /// The image memory has not even room for a block.
+    pub(crate) const NO_ROOM: Self =
+        Self::System { operation: "reading slots without image memory", errno: Errno::NOMEM };
+
     /// True when the file is someone else's (or damaged, or of another format): wrong input, not a
     /// failing system.
     pub fn is_not_ours(&self) -> bool {
