@@ -54,6 +54,6 @@ pub(crate) fn run(socket: &Path) -> Result<[u8; 4096], Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let restored = run(&env::args_os().nth(1).map_or_else(socket_default_path, Into::into))?;
-    Ok(println!("restored 4096 bytes, the first is {}", restored[0]))
+    let socket = env::args_os().nth(1).map_or_else(socket_default_path, Into::into);
+    run(&socket).map(|page| println!("restored 4096 bytes, the first is {}", page[0]))
 }

@@ -388,7 +388,7 @@ impl Engine {
             if let Some(at) = self.ended.iter().position(|ended| ended.operation == operation) {
                 return self.ended.swap_remove(at);
             }
-            let next = self.next();
+            let next = self.next_end();
             self.ended.push(next);
         }
     }
@@ -397,7 +397,7 @@ impl Engine {
     ///
     /// # Panics
     /// When none does, or the session has ended.
-    pub fn next(&mut self) -> Ended {
+    pub fn next_end(&mut self) -> Ended {
         let waited = self.client.wait(PATIENCE).unwrap();
         let completion = waited.expect("an operation ends in time");
         if completion.status == Status::Gone {

@@ -221,7 +221,7 @@ fn follow(engine: &mut Engine, words: &[&str]) -> String {
         ["collect"] => {
             let mut ended = 0;
             while engine.client.outstanding() > 0 {
-                let _any_status = engine.next();
+                let _any_status = engine.next_end();
                 ended += 1;
             }
             ended.to_string()

@@ -145,7 +145,7 @@ fn leak_01_hits_that_nobody_fetches_stay_within_budget_and_expire() {
             forgetful.client.query(&scope, &pages, mode, Deadline::DEFAULT).unwrap();
         }
         for _ in 0..100 {
-            let ended = forgetful.next();
+            let ended = forgetful.next_end();
             match (ended.status, ended.code) {
                 (Status::Ok, Code::None) => leased += 1,
                 (Status::Partial, Code::OverBudget) => refused += 1,
@@ -206,7 +206,7 @@ fn sixty_four_sessions_are_all_served_and_the_next_is_refused() {
             engine.client.submit().unwrap();
         }
         let done: Vec<Completion> =
-            engines.iter_mut().map(|engine| engine.next().ok().completion).collect();
+            engines.iter_mut().map(|engine| engine.next_end().ok().completion).collect();
         assert!(done.iter().all(|saved| saved.pages == 4));
     }
     for (number, engine) in engines.iter_mut().enumerate() {

@@ -84,6 +84,24 @@ fn ranks_restore_their_own_part_of_one_lease() {
     manager.settle_empty();
 }
 
+/// Goal: a hint over all ranks reads every rank's pages: more than the request names.
+#[test]
+fn a_prepare_of_a_set_reads_every_ranks_pages() {
+    let manager = setup!().ssd("128MiB").start();
+    let mut ranks = Ranks::start(&manager);
+    for worker in &mut ranks.workers {
+        worker.ask(&format!("save 1 {PAGES}"));
+    }
+    manager.evict();
+    ranks.scheduler.prepare(&ranks.set, &hashes(1, 0..PAGES)).unwrap();
+    let hint = ranks.scheduler.wait(PATIENCE).unwrap().expect("an answer in time");
+    assert_eq!((hint.status, hint.pages), (Status::Ok, RANKS * PAGES));
+    manager.counted(Metric::SsdReadPages, u64::from(RANKS * PAGES));
+    manager.settle_empty();
+    let hit = ranks.query(1, QueryMode::Demand);
+    assert_eq!((hit.pages_dram, hit.pages_ssd), (PAGES, 0));
+}
+
 /// Goal: a lease outlives the session that took it while its group lives, and no longer.
 #[test]
 fn a_lease_belongs_to_the_group_and_ends_with_its_last_session() {

@@ -121,6 +121,26 @@ fn demand_and_speculative_queries_read_before_they_answer() {
     }
 }
 
+/// Goal: a hint is answered at once, holds nothing once it is done, and spares the query its reads.
+#[test]
+fn a_prepare_brings_pages_to_dram_and_leases_nothing() {
+    let (manager, mut engine, hashes) = sixteen_on_ssd("16MiB");
+    let scope = engine.scope;
+    let prepare = engine.client.prepare(&scope, &hashes).unwrap();
+    let hint = engine.end(prepare).ok();
+    assert_eq!((hint.lease, hint.pages), (None, 16));
+    manager.counted(Metric::SsdReadPages, 16);
+    manager.settle_empty();
+    let again = engine.client.prepare(&scope, &hashes).unwrap();
+    assert_eq!(engine.end(again).ok().pages, 0, "there is nothing left to do");
+    let hit = engine.query(&hashes, QueryMode::Demand).ok();
+    assert_eq!((hit.pages_dram, hit.pages_ssd), (16, 0));
+    let target = blocks(&hashes, 16);
+    let _ = engine.restore(&hit.leased(), 0, &target).ok();
+    engine.check(&target);
+    manager.counted(Metric::SsdReadPages, 16);
+}
+
 /// Goal: over its budget a speculative query gets nothing, a candidate query what fits, a demand
 /// query waits for what another gives back. The speculative budget is a quarter of 1 MiB.
 #[test]
@@ -272,7 +292,7 @@ fn rings_of_64_and_4096_records_serve_every_credit() {
             // The reserve is for what gives things back.
             let _drain = engine.client.drain(Deadline::DEFAULT).unwrap();
             for _ in 0..=staged {
-                let _ = engine.next().ok();
+                let _ = engine.next_end().ok();
             }
             assert_eq!(engine.client.outstanding(), 0);
         }
