@@ -52,6 +52,11 @@ impl<'memory> DramSlice<'memory> {
         self.bytes
     }
 
+    /// Its first `bytes` bytes; `None` when it is shorter.
+    pub fn prefix(&self, bytes: usize) -> Option<Self> {
+        (bytes <= self.bytes).then_some(Self { bytes, ..*self })
+    }
+
     /// xxh3-64 of the bytes, as a footer records it. Only the holder of the extent calls this.
     pub fn checksum(&self) -> u64 {
         // SAFETY: `new` was promised valid, initialised bytes; nobody writes them meanwhile (law 1).
@@ -141,6 +146,8 @@ mod tests {
         assert!(half.fill_from(&[3; 4096]));
         assert!(!half.fill_from(&[3; 4097]));
         assert_eq!(whole.to_vec(), [[0; 4096], [3; 4096]].concat());
+        assert_eq!(half.prefix(5).expect("shorter").to_vec(), [3; 5]);
+        assert!(half.prefix(4097).is_none());
         let mut copy = [0; 4096];
         assert!(half.copy_to(&mut copy) && copy == [3; 4096]);
         assert!(!half.copy_to(&mut copy[1..]));

@@ -63,7 +63,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<Exit, ToolError> {
     let memory: Arc<dyn ImageMemory> = Arc::new(DramPool::allocate(pool)?);
     let mut progress: Option<Progress> = None;
     let counts = ssd::verify(&args.ssd, &memory, |done, total| {
-        let shown = progress.get_or_insert_with(|| Progress::new("images", total));
+        let shown = progress.get_or_insert_with(|| Progress::new("slots", total));
         shown.advance(&State { done, ..State::default() });
     })?;
     if let Some(progress) = progress {

@@ -145,7 +145,7 @@ pub enum SsdError {
         count: usize,
     },
     /// A system call failed.
-    #[error("ssd file {path}: {operation} of {bytes} bytes at offset {offset} failed: {errno}")]
+    #[error("ssd file {path}: {operation}{} failed: {errno}", of_range(*offset, *bytes))]
     Io {
         /// What was tried.
         operation: &'static str,
@@ -177,5 +177,12 @@ impl SsdError {
     /// failing system.
     pub fn is_not_ours(&self) -> bool {
         matches!(self, Self::NotOurs { .. } | Self::UnknownFormat { .. } | Self::Damaged { .. })
+    }
+}
+
+fn of_range(offset: u64, bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(" of {bytes} bytes at offset {offset}"),
     }
 }

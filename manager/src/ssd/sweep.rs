@@ -9,7 +9,7 @@ use super::format::{Block, Footer, FooterError, Superblock};
 use super::io::{Engine, Part, Transfer};
 use super::recover::Found;
 use crate::core::{Extent, FOOTER_BYTES, IoFault, Slot};
-use crate::image::ImageMemory;
+use crate::image::{DramSlice, ImageMemory};
 
 /// Bytes of a run: one request.
 const RUN_BYTES: u32 = 1 << 20;
@@ -55,7 +55,8 @@ impl Places {
     }
 }
 
-/// Reports what is in each slot of each region that has a slot length, each once, in no order.
+/// Reports what is in each slot of each region that has a slot length, each once, in no order, and
+/// where its image came along, the bytes of the whole slot.
 /// `memory` is used until this returns and must hold no image. False when it has no room at all;
 /// then nothing was read.
 pub(crate) fn scan(
@@ -63,7 +64,7 @@ pub(crate) fn scan(
     memory: &dyn ImageMemory,
     state: &Superblock,
     device: u16,
-    mut found: impl FnMut(Slot, Found),
+    mut found: impl FnMut(Slot, Found, Option<DramSlice<'_>>),
 ) -> bool {
     let Some(mut places) = Places::of(memory, engine.depth()) else { return false };
     let mut flight = Flight::new(engine, Transfer::Read, Arc::default());
@@ -135,7 +136,7 @@ fn report(
     device: u16,
     (piece, place): (Piece, Extent),
     fault: Option<IoFault>,
-    found: &mut impl FnMut(Slot, Found),
+    found: &mut impl FnMut(Slot, Found, Option<DramSlice<'_>>),
 ) {
     let bytes = slot_bytes(state, piece.region);
     let mut block = Block::ZERO;
@@ -152,7 +153,10 @@ fn report(
             },
             (None, _) => Found::Unread(IoFault::Errno(libc::EFAULT)),
         };
-        found(Slot { device, offset, bytes }, what);
+        let whole = piece.whole && fault.is_none();
+        let slot = whole.then(|| part_of(place, end - bytes, bytes));
+        let slot = slot.and_then(|slot| memory.slice(slot));
+        found(Slot { device, offset, bytes }, what, slot);
     }
 }
 
@@ -215,8 +219,9 @@ mod tests {
         let engine = FakeEngine::new(disk.clone(), memory.clone(), wake, 16).with_plan(plan);
         let log = engine.log();
         let mut all = HashMap::new();
-        assert!(scan(Box::new(engine), &*memory, &state, 4, |slot, found| {
+        assert!(scan(Box::new(engine), &*memory, &state, 4, |slot, found, whole| {
             assert_eq!(slot.device, 4);
+            assert_eq!(whole.is_some_and(|slice| slice.bytes() == SMALL as usize), whole.is_some());
             assert_eq!(all.insert(slot.offset, found), None, "told twice");
         }));
         for region in 0..state.regions.len() as u32 {
@@ -287,6 +292,6 @@ mod tests {
         let (memory, disk) = (Arc::new(HeapImages::new(0)), Disk::default());
         let wake = Arc::new(Wake::new().unwrap());
         let engine = FakeEngine::new(disk, memory.clone(), wake, 16);
-        assert!(!scan(Box::new(engine), &*memory, &state(), 0, |slot, _| panic!("{slot:?}")));
+        assert!(!scan(Box::new(engine), &*memory, &state(), 0, |slot, _, _| panic!("{slot:?}")));
     }
 }

@@ -351,7 +351,7 @@ fn survey(
     let mut census = Census::default();
     for (device, claimed) in files.iter().enumerate() {
         let engine = EngineSpec::for_scan(resolved, claimed.file.clone(), memory.clone())?;
-        let scanned = scan(engine, &**memory, &claimed.state, device as u16, |slot, found| {
+        let scanned = scan(engine, &**memory, &claimed.state, device as u16, |slot, found, _| {
             census.take(&claimed.state, &forgotten, slot, found);
         });
         if !scanned {

@@ -1,6 +1,7 @@
 //! Checks the SSD files of a stopped Manager: every image that a start would serve is read whole,
-//! by the reader of the tier itself.
+//! small ones in the runs that their footers come in, the others by the reader of the tier itself.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -9,12 +10,12 @@ use super::DEVICES_MAX;
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::{Access, SsdFile};
-use super::format::padded;
+use super::format::{Superblock, padded};
 use super::limit::ReadActivity;
 use super::metadata;
 use super::order::ReadOrder;
 use super::reader::Reader;
-use super::recover::{Census, SlotCounts, all_forgotten};
+use super::recover::{Census, Found, SlotCounts, all_forgotten};
 use super::sweep::scan;
 use super::uring::UringEngine;
 use super::verifier::{ReadResult, fault_of_image};
@@ -27,8 +28,11 @@ const IMAGES_MAX: usize = 4096;
 /// Bytes of images in memory at most, unless one alone is longer: enough to keep a drive busy while
 /// what has arrived is checked.
 const IMAGE_BYTES_MAX: u64 = 64 << 20;
+/// Slots of runs between two reports.
+const PROGRESS_SLOTS: u64 = 128;
 
-/// Reads the files and changes nothing. `progress` hears how many images of how many are checked.
+/// Reads the files and changes nothing. `progress` hears now and then how many slots of how many are
+/// dealt with, and the whole number at the end.
 ///
 /// An image that does not match its footer counts as torn: expected after a crash, and a miss for
 /// a Manager that reads it. `memory` is where images are read to, arena 0 only: at most 64 MiB of
@@ -55,9 +59,22 @@ pub fn verify(
     }
     let forgotten = all_forgotten(files.iter().map(|(_, state)| state));
     let mut census = Census::default();
+    // Whether the image in a slot is whole, where it came with its footer.
+    let mut checked = HashMap::new();
+    let total: u64 = files.iter().map(|(_, state)| slots_of(state)).sum();
+    let mut done = 0;
     for (device, (file, state)) in files.iter().enumerate() {
         let engine = EngineSpec::for_scan(resolved, file.clone(), memory.clone())?;
-        let scanned = scan(engine, &**memory, state, device as u16, |slot, found| {
+        let scanned = scan(engine, &**memory, state, device as u16, |slot, found, bytes| {
+            if let (Found::Footer(footer), Some(bytes)) = (found, bytes) {
+                let image = bytes.prefix(footer.image.image_bytes as usize);
+                let is_whole = image.is_some_and(|i| i.checksum() == footer.image.checksum);
+                checked.insert((slot.device, slot.offset), is_whole);
+            }
+            done += u64::from(bytes.is_some());
+            if done % PROGRESS_SLOTS == 0 {
+                progress(done, total);
+            }
             census.take(state, &forgotten, slot, found);
         });
         if !scanned {
@@ -66,10 +83,37 @@ pub fn verify(
     }
     let mut counts = census.counts;
     let mut pages = census.into_pages();
-    let total = pages.len() as u64;
+    let mut broken = 0;
+    pages.retain(|page| match checked.get(&(page.slot.device, page.slot.offset)) {
+        None => true,
+        Some(is_whole) => {
+            broken += u64::from(!is_whole);
+            false
+        }
+    });
+    // The rest needs no more than its footer.
+    done = total - pages.len() as u64;
+    read_whole(&files, resolved, memory, &mut pages, |is_whole| {
+        broken += u64::from(!is_whole);
+        done += 1;
+        progress(done, total);
+    })?;
+    counts.valid -= broken;
+    counts.torn += broken;
+    progress(total, total);
+    Ok(counts)
+}
+
+/// Reads the images of `pages` and tells of each whether it is whole.
+fn read_whole(
+    files: &[(Arc<SsdFile>, Superblock)],
+    resolved: Resolved,
+    memory: &Arc<dyn ImageMemory>,
+    pages: &mut [RecoveredPage],
+    mut tell: impl FnMut(bool),
+) -> Result<(), SsdError> {
     let group = |page: &RecoveredPage| (page.slot.device, padded(page.image.image_bytes.into()));
     pages.sort_unstable_by_key(|page| (group(page), page.slot.offset));
-    let mut done = 0;
     for alike in pages.chunk_by(|one, next| group(one) == group(next)) {
         let (device, image_bytes) = group(&alike[0]);
         let Some((file, state)) = files.get(usize::from(device)) else { continue };
@@ -78,19 +122,17 @@ pub fn verify(
         if places.is_empty() {
             return Err(SsdError::NO_ROOM);
         }
-        let (tell, results) = sync_channel(IMAGES_MAX);
+        let (send, results) = sync_channel(IMAGES_MAX);
         let activity = Arc::new(ReadActivity::new());
-        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, tell);
-        let mut check = Check { reader, results, memory, places };
-        check.run(alike, |is_whole| {
-            counts.valid -= u64::from(!is_whole);
-            counts.torn += u64::from(!is_whole);
-            progress(done, total);
-            done += 1;
-        });
+        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, send);
+        Check { reader, results, memory, places }.run(alike, &mut tell);
     }
-    progress(total, total);
-    Ok(counts)
+    Ok(())
+}
+
+fn slots_of(state: &Superblock) -> u64 {
+    let regions = state.regions.iter().enumerate();
+    regions.map(|(region, bytes)| u64::from(state.geometry.slots(region as u32, *bytes))).sum()
 }
 
 /// Memory for images of one length.
@@ -113,13 +155,13 @@ struct Check<'a> {
 
 impl Check<'_> {
     /// Reads every image and tells whether it is whole.
-    fn run(&mut self, pages: &[RecoveredPage], mut told: impl FnMut(bool)) {
+    fn run(&mut self, pages: &[RecoveredPage], mut tell: impl FnMut(bool)) {
         let mut pages = pages.iter();
         let all = self.places.len();
         loop {
             // What cannot be read cannot be served either.
             for ReadResult { order, fault } in self.results.try_iter() {
-                told(fault.or_else(|| fault_of_image(&**self.memory, &order)).is_none());
+                tell(fault.or_else(|| fault_of_image(&**self.memory, &order)).is_none());
                 self.places.push(order.extent);
             }
             while let Some(extent) = self.places.pop() {
