@@ -52,6 +52,11 @@ impl<'memory> DramSlice<'memory> {
         self.bytes
     }
 
+    /// Its first `bytes` bytes; `None` when it is shorter.
+    pub fn prefix(&self, bytes: usize) -> Option<Self> {
+        (bytes <= self.bytes).then_some(Self { bytes, ..*self })
+    }
+
     /// xxh3-64 of the bytes, as a footer records it. Only the holder of the extent calls this.
     pub fn checksum(&self) -> u64 {
         // SAFETY: `new` was promised valid, initialised bytes; nobody writes them meanwhile (law 1).
@@ -63,6 +68,18 @@ impl<'memory> DramSlice<'memory> {
     pub fn to_vec(&self) -> Vec<u8> {
         // SAFETY: as in `checksum`.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }.to_vec()
+    }
+
+    /// Copies the bytes to `target`, or does nothing and returns false when the lengths differ. Only
+    /// the holder of the extent calls this.
+    pub fn copy_to(&self, target: &mut [u8]) -> bool {
+        if target.len() != self.bytes {
+            return false;
+        }
+        // SAFETY: the source is valid and initialised for `bytes` (`new`), held by the caller
+        // (law 1), and `target`, a live exclusive reference, cannot overlap it.
+        unsafe { target.as_mut_ptr().copy_from_nonoverlapping(self.start.as_ptr(), self.bytes) };
+        true
     }
 
     /// Overwrites the first `source.len()` bytes, or does nothing and returns false when they do
@@ -129,6 +146,11 @@ mod tests {
         assert!(half.fill_from(&[3; 4096]));
         assert!(!half.fill_from(&[3; 4097]));
         assert_eq!(whole.to_vec(), [[0; 4096], [3; 4096]].concat());
+        assert_eq!(half.prefix(5).expect("shorter").to_vec(), [3; 5]);
+        assert!(half.prefix(4097).is_none());
+        let mut copy = [0; 4096];
+        assert!(half.copy_to(&mut copy) && copy == [3; 4096]);
+        assert!(!half.copy_to(&mut copy[1..]));
         assert_eq!(half.checksum(), XxHash3_64::oneshot(&[3; 4096]));
     }
 }

@@ -319,6 +319,8 @@ fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreCo
         operation_timeout_ns: nanos_of(config.time.operation_timeout),
         page_bytes_max: config.limits.page_bytes_max,
         bad_requests_max: config.limits.bad_requests,
+        scopes_per_session_max: config.limits.scopes_per_session as usize,
+        regions_per_session_max: config.limits.regions_per_session as usize,
         spill_policy: match ssd.map_or(SpillPolicy::All, |ssd| ssd.spill) {
             SpillPolicy::All => crate::core::SpillPolicy::All,
             SpillPolicy::Reuse => crate::core::SpillPolicy::Reuse,

@@ -13,6 +13,7 @@ use std::time::Duration;
 use orbitkv_manager::core::{
     Extent, ImageIdentity, IoFault, RecoveredPage, RegionGeometry, Slot, Ticket,
 };
+use orbitkv_manager::image::ImageMemory;
 use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
 use orbitkv_manager::ssd::{
     EngineChoice, EngineKind, Health, ReadOrder, Recovery, SlotCounts, SsdConfig, SsdEnd, SsdError,
@@ -253,8 +254,21 @@ fn flip(path: &Path, offset: u64) {
     file.sync_all().unwrap();
 }
 
+/// `verify` with memory of its own.
+fn look_at(paths: &[PathBuf]) -> Result<SlotCounts, SsdError> {
+    let config = PoolConfig { bytes: 16 * MIB, huge_pages: HugePages::Off, prefault_threads: 1 };
+    let memory: Arc<dyn ImageMemory> = Arc::new(DramPool::allocate(config).unwrap());
+    let mut last = (0, 0);
+    let counts = verify(paths, &memory, |done, total| {
+        assert!(done >= last.0 && done <= total);
+        last = (done, total);
+    })?;
+    assert_eq!(last.0, last.1, "everything was looked at");
+    Ok(counts)
+}
+
 fn check(path: &Path) -> SlotCounts {
-    verify(&[path.to_owned()], |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+    look_at(&[path.to_owned()]).unwrap_or_else(|error| panic!("{error}"))
 }
 
 #[test]
@@ -681,7 +695,7 @@ fn files_of_others_are_refused_and_not_touched() {
         assert!(matches!(error, SsdError::NotOurs { .. }), "{error}");
         assert!(error.is_not_ours() && error.to_string().contains("theirs"));
         assert!(std::fs::read(&path).unwrap() == contents, "not a byte has changed");
-        let error = verify(std::slice::from_ref(&path), |_, _| {}).unwrap_err();
+        let error = look_at(std::slice::from_ref(&path)).unwrap_err();
         assert!(error.is_not_ours(), "{error}");
     }
 }
@@ -744,7 +758,7 @@ fn one_file_has_one_holder_whatever_it_is_called() {
     for alias in [&path, &link, &hard] {
         let error = Bench::try_open(&config(alias, 100 * MIB, EngineChoice::Auto)).err().unwrap();
         assert!(matches!(error, SsdError::Locked { .. }), "{error}");
-        let error = verify(std::slice::from_ref(alias), |_, _| {}).unwrap_err();
+        let error = look_at(std::slice::from_ref(alias)).unwrap_err();
         assert!(matches!(error, SsdError::Locked { .. }) && !error.is_not_ours(), "{error}");
     }
     drop(bench.tier);

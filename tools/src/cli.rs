@@ -8,7 +8,8 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
-use crate::exit::Exit;
+use crate::exit::{Exit, ToolError};
+use crate::output::{complain, print};
 use crate::{demo, evict, inspect, replay, serve, simulate, verify};
 
 /// Node-local KV-cache offload for LLM inference engines
@@ -54,11 +55,10 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
         Err(error) if !error.use_stderr() => {
-            print!("{error}");
-            return Exit::Ok.code().into();
+            return finish(print(&error).map(|()| Exit::Ok));
         }
         Err(error) => {
-            eprintln!("orbitkv: {}; see orbitkv --help", usage(&error, &arguments));
+            complain(format_args!("orbitkv: {}; see orbitkv --help", usage(&error, &arguments)));
             return Exit::Usage.code().into();
         }
     };
@@ -73,8 +73,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Verb::Verify(args) => verify::run(args),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
     };
+    finish(outcome)
+}
+
+fn finish(outcome: Result<Exit, ToolError>) -> ExitCode {
     let exit = outcome.unwrap_or_else(|error| {
-        eprintln!("orbitkv: {error}");
+        complain(format_args!("orbitkv: {error}"));
         error.exit()
     });
     exit.code().into()

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use crate::exit::{Exit, ToolError};
+use crate::output::print;
 use crate::place::RunFolder;
 use crate::replay::{self, OutputArgs, Run, Server};
 use crate::workload::{self, Shape};
@@ -24,11 +25,11 @@ pub(crate) fn run(outputs: OutputArgs) -> Result<Exit, ToolError> {
     let requests = workload::generate(&shape, SEED);
     let longest = requests.iter().map(|request| request.blocks.len()).max().unwrap_or(0);
     let folder = RunFolder::new(true)?;
-    println!(
-        "{} agent sessions in {} requests against a Manager with {DRAM} of DRAM",
+    print(format_args!(
+        "{} agent sessions in {} requests against a Manager with {DRAM} of DRAM\n",
         shape.sessions,
         requests.len()
-    );
+    ))?;
     let flags = ["--dram", DRAM, "--ssd-capacity", SSD_CAPACITY, "--ssd"];
     let mut flags: Vec<OsString> = flags.iter().map(OsString::from).collect();
     flags.push(folder.ssd_file().into_os_string());

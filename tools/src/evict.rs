@@ -12,6 +12,7 @@ use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::exit::{Exit, ToolError};
+use crate::output::{complain, print};
 
 /// The Manager answers when the spill set is empty or the timeout is over, and then needs a moment
 /// for the drop.
@@ -63,11 +64,12 @@ pub(crate) fn run(args: &EvictArgs) -> Result<Exit, ToolError> {
         transport::receive_manager(&socket, args.timeout + ANSWER_MARGIN).map_err(talk)?;
     match answer {
         ManagerMessage::Evicted { pages, bytes, pages_kept, spill_drained } => {
-            println!("evicted {pages} pages ({}), kept {pages_kept} in use", Size(bytes));
+            let bytes = Size(bytes);
+            print(format_args!("evicted {pages} pages ({bytes}), kept {pages_kept} in use\n"))?;
             if spill_drained {
                 return Ok(Exit::Ok);
             }
-            eprintln!("orbitkv: the spill set was not empty in time; raise --timeout");
+            complain("orbitkv: the spill set was not empty in time; raise --timeout");
             Ok(Exit::Failed)
         }
         ManagerMessage::Refused { message, .. } => {

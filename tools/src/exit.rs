@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use orbitkv_manager::pool::PoolError;
 use orbitkv_manager::ssd::SsdError;
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
 
@@ -125,6 +126,9 @@ pub(crate) enum ToolError {
     /// The files of an SSD tier cannot be checked.
     #[error(transparent)]
     Ssd(#[from] SsdError),
+    /// There is no memory to read images to.
+    #[error(transparent)]
+    Memory(#[from] PoolError),
     /// The Manager's state cannot be read.
     #[error(transparent)]
     Inspect(#[from] orbitkv_shm_protocol::inspect::InspectError),
@@ -143,6 +147,7 @@ impl ToolError {
             | Self::NoDisk { .. }
             | Self::NoManager { .. }
             | Self::Talk { .. }
+            | Self::Memory(_)
             | Self::Inspect(_) => Exit::System,
             Self::ManagerStart { exit, .. } | Self::Engine { exit, .. } => *exit,
             Self::Interrupted | Self::Refused { .. } => Exit::Failed,

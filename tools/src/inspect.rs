@@ -8,6 +8,7 @@ use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
 use orbitkv_shm_protocol::inspect::{self, Snapshot, Value};
 
 use crate::exit::{Exit, ToolError};
+use crate::output::print;
 use crate::table::Table;
 
 /// Flags of `inspect`.
@@ -41,11 +42,8 @@ enum Section {
 pub(crate) fn run(args: &InspectArgs) -> Result<Exit, ToolError> {
     let socket = args.socket.clone().unwrap_or_else(socket_default_path);
     let snapshot = inspect::read(&socket)?;
-    if args.json {
-        println!("{}", json(&snapshot, args.section));
-    } else {
-        print!("{}", text(&snapshot, args.section));
-    }
+    let shown: fn(&Snapshot, Option<Section>) -> String = if args.json { json } else { text };
+    print(shown(&snapshot, args.section))?;
     Ok(Exit::Ok)
 }
 
@@ -65,7 +63,7 @@ fn json(snapshot: &Snapshot, section: Option<Section>) -> String {
             None => {}
         }
     }
-    format!("{value:#}")
+    format!("{value:#}\n")
 }
 
 fn text(snapshot: &Snapshot, section: Option<Section>) -> String {

@@ -1,5 +1,7 @@
 //! What the `orbitkv` command line is made of, one verb a module, and the trace readers that the
 //! tests share with it.
+// `println!` and `eprintln!` panic when the reader is gone: `output` is the way out.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod cli;
 pub mod content;

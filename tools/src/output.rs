@@ -1,12 +1,38 @@
-//! Files that a verb writes: opened before the work, so that a bad path costs nothing.
+//! Everything that a verb writes: its results on standard output, its complaints on standard error,
+//! and files, opened before the work, so that a bad path costs nothing.
 
+use std::fmt::Display;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, ErrorKind, Write, stderr, stdout};
 use std::path::PathBuf;
 
 use serde::Serialize;
 
 use crate::exit::ToolError;
+
+/// Writes to standard output; the text has its own line ends. A reader that closed its end
+/// (`orbitkv replay … | head`) has seen enough: no error.
+pub(crate) fn print(text: impl Display) -> Result<(), ToolError> {
+    ignore_closed(print_to(&mut stdout().lock(), &text))
+        .map_err(|source| ToolError::System { operation: "write to standard output", source })
+}
+
+/// Writes a line to standard error. When nobody can be told, nobody is.
+pub(crate) fn complain(line: impl Display) {
+    let _untold = writeln!(stderr().lock(), "{line}");
+}
+
+fn print_to(out: &mut impl Write, text: &impl Display) -> io::Result<()> {
+    write!(out, "{text}")?;
+    out.flush()
+}
+
+fn ignore_closed(written: io::Result<()>) -> io::Result<()> {
+    match written {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
+}
 
 /// A file named by a flag.
 #[derive(Debug)]
@@ -44,7 +70,7 @@ impl Output {
 
     fn write(
         self,
-        body: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
+        body: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
     ) -> Result<(), ToolError> {
         let Self { flag, path, file } = self;
         let mut writer = BufWriter::new(file);

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-const LINE_EVERY: Duration = Duration::from_secs(5);
+use crate::output::complain;
+
+const LINE_EVERY: Duration = Duration::from_secs(1);
 
 /// What is shown.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -45,7 +47,9 @@ impl Progress {
             bar.set_message(state.note.clone());
         } else if self.last_line.elapsed() >= LINE_EVERY {
             self.last_line = Instant::now();
-            eprintln!("{}/{} {}  {}", state.done, self.total, self.things, state.note);
+            let State { done, note } = state;
+            let line = format!("{done}/{} {}  {note}", self.total, self.things);
+            complain(line.trim_end());
         }
     }
 

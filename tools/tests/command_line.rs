@@ -32,6 +32,35 @@ fn asked_for_help_is_no_error() {
     }
 }
 
+/// Goal: `orbitkv … | head` never ends in a panic. Method: a pipe whose reader is gone before the
+/// program starts.
+#[test]
+fn a_reader_that_has_seen_enough_is_no_error() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (trace, json) = (folder.path().join("t.jsonl"), folder.path().join("out.json"));
+    fs::write(&trace, mooncake(3)).unwrap();
+    let (trace, json) = (trace.to_str().unwrap(), json.to_str().unwrap());
+    let closed = || std::io::pipe().unwrap().1;
+    for (arguments, exit) in [
+        (&["--help"][..], 0),
+        (&["serve", "--print-config"], 0),
+        (&["simulate", "--trace", trace, "--dram-pages", "10"], 0),
+        (&["replay", "--trace", trace, "--page-bytes", "4KiB", "--json", json], 0),
+        (&["bogus"], 2),
+        (&["serve", "--bogus"], 2),
+        (&["verify", "--ssd", trace], 2),
+    ] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_orbitkv"))
+            .args(arguments)
+            .stdout(closed())
+            .stderr(closed())
+            .spawn()
+            .unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(exit), "{arguments:?}");
+    }
+    assert!(fs::read_to_string(json).unwrap().contains("\"mismatches\": 0"));
+}
+
 #[test]
 fn wrong_usage_is_2_in_one_line() {
     refused(&[], 2, &["demo", "inspect"]);

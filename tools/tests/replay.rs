@@ -108,6 +108,14 @@ impl Replay {
         Self { child, json }
     }
 
+    /// Plays a trace at its own pace against the Manager at `socket`.
+    fn paced(folder: &Folder, trace: &Path, socket: &Path, reattach: &str) -> Self {
+        let (trace, socket) = (trace.to_str().unwrap(), socket.to_str().unwrap());
+        let place = ["--trace", trace, "--socket", socket, "--reattach", reattach];
+        let pace = ["--time-scale", "1", "--page-bytes", "8KiB"];
+        Self::start(folder, &[&place[..], &pace[..]].concat())
+    }
+
     /// Waits for the end and returns exit code, JSON and what was said on standard error.
     fn end(mut self) -> (Option<i32>, Value, String) {
         let mut said = String::new();
@@ -318,19 +326,7 @@ fn engines_attach_again_when_the_manager_comes_back() {
     let manager = Manager::start(&socket);
     // Three seconds of trace, so that the kill falls into it.
     let trace = folder.trace(5, 20, 10, 30);
-    let arguments = [
-        "--trace",
-        trace.to_str().unwrap(),
-        "--socket",
-        socket.to_str().unwrap(),
-        "--time-scale",
-        "1",
-        "--page-bytes",
-        "8KiB",
-        "--reattach",
-        "30s",
-    ];
-    let replay = Replay::start(&folder, &arguments);
+    let replay = Replay::paced(&folder, &trace, &socket, "30s");
     std::thread::sleep(Duration::from_millis(1500));
     manager.kill();
     let manager = Manager::start(&socket);
@@ -348,19 +344,7 @@ fn a_manager_that_stays_away_is_1_with_the_json_written() {
     let socket = folder.path("s");
     let manager = Manager::start(&socket);
     let trace = folder.trace(5, 40, 10, 50);
-    let arguments = [
-        "--trace",
-        trace.to_str().unwrap(),
-        "--socket",
-        socket.to_str().unwrap(),
-        "--time-scale",
-        "1",
-        "--page-bytes",
-        "8KiB",
-        "--reattach",
-        "200ms",
-    ];
-    let replay = Replay::start(&folder, &arguments);
+    let replay = Replay::paced(&folder, &trace, &socket, "200ms");
     std::thread::sleep(Duration::from_millis(1500));
     manager.kill();
     let (exit, json, said) = replay.end();

@@ -8,12 +8,11 @@ use super::blocking::{BLOCKING_THREADS, BlockingEngine};
 use super::error::SsdError;
 use super::file::SsdFile;
 use super::io::Engine;
-use super::recover::NoImages;
 use super::uring::UringEngine;
 use super::wake::Wake;
 use crate::image::ImageMemory;
 
-/// Footers that are read at once.
+/// Requests of a scan that are out at once.
 const SCAN_DEPTH: u16 = 128;
 /// Threads that do so where io_uring is forbidden.
 const SCAN_THREADS: u16 = 64;
@@ -92,17 +91,18 @@ impl EngineSpec {
         Ok(Box::new(engine.map_err(errno)?))
     }
 
-    /// An engine on this thread that reads footers, many at once.
+    /// An engine on this thread that reads much at once into `memory`.
     pub(crate) fn for_scan(
         resolved: Resolved,
         file: Arc<SsdFile>,
+        memory: Arc<dyn ImageMemory>,
     ) -> Result<Box<dyn Engine>, SsdError> {
         let system = |operation, errno| SsdError::System { operation, errno };
         let wake = Wake::new().map_err(|errno| system("eventfd", errno))?;
         let spec = Self {
             resolved,
             file,
-            memory: Arc::new(NoImages),
+            memory,
             wake: Arc::new(wake),
             depth: SCAN_DEPTH,
             arenas: Arc::new([]),

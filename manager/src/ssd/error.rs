@@ -145,7 +145,7 @@ pub enum SsdError {
         count: usize,
     },
     /// A system call failed.
-    #[error("ssd file {path}: {operation} of {bytes} bytes at offset {offset} failed: {errno}")]
+    #[error("ssd file {path}: {operation}{} failed: {errno}", of_range(*offset, *bytes))]
     Io {
         /// What was tried.
         operation: &'static str,
@@ -169,9 +169,20 @@ pub enum SsdError {
 }
 
 impl SsdError {
+    /// The image memory has not even room for a block.
+    pub(crate) const NO_ROOM: Self =
+        Self::System { operation: "reading slots without image memory", errno: Errno::NOMEM };
+
     /// True when the file is someone else's (or damaged, or of another format): wrong input, not a
     /// failing system.
     pub fn is_not_ours(&self) -> bool {
         matches!(self, Self::NotOurs { .. } | Self::UnknownFormat { .. } | Self::Damaged { .. })
+    }
+}
+
+fn of_range(offset: u64, bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(" of {bytes} bytes at offset {offset}"),
     }
 }

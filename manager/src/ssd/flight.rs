@@ -13,7 +13,7 @@ use super::io::{Chunk, Done, Engine, Member, Part, Transfer, Verdict};
 use crate::core::{Extent, IoFault};
 
 /// Blocks that are kept for the next footers.
-const SPARE_BLOCKS_MAX: usize = 64;
+const SPARE_BLOCKS_MAX: usize = 256;
 
 /// The pages of one worker. `C` is what was ordered for a page.
 pub(crate) struct Flight<C> {

@@ -28,11 +28,13 @@ mod metadata;
 mod order;
 mod reader;
 mod recover;
+mod sweep;
 mod tier;
 mod uring;
 mod verifier;
 mod verify;
 mod wake;
+mod window;
 mod worker;
 mod writer;
 

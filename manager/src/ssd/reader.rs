@@ -1,4 +1,5 @@
-//! The read side of a device: first come, first served, a few megabytes in the kernel at a time.
+//! The read side of a device: a few megabytes in the kernel at a time, large pages in turn, small
+//! ones that wait together in the order of the disk.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
 use super::limit::ReadActivity;
 use super::order::ReadOrder;
 use super::verifier::ReadResult;
+use super::window::Window;
 use super::worker::Duty;
 use crate::core::{FOOTER_BYTES, RegionGeometry};
 use crate::core::{IoFault, Slot};
@@ -27,6 +29,8 @@ const COALESCE_IMAGE_BYTES_MAX: u32 = 128 << 10;
 pub(crate) struct Reader {
     flight: Flight<ReadOrder>,
     backlog: VecDeque<ReadOrder>,
+    /// The small pages that are being sent.
+    window: Window<ReadOrder>,
     open: Option<OpenPage>,
     together: Vec<u32>,
     geometry: RegionGeometry,
@@ -53,6 +57,7 @@ impl Reader {
         Self {
             flight: Flight::new(engine, Transfer::Read, counters),
             backlog: VecDeque::new(),
+            window: Window::new(),
             open: None,
             together: Vec::new(),
             geometry,
@@ -93,14 +98,14 @@ impl Reader {
         true
     }
 
-    /// Sends a small page and those that follow it on the device and in the backlog.
+    /// Sends a small page and those that follow it on the device.
     fn send_together(&mut self, first: ReadOrder) {
         let mut page = self.begin(first);
         let mut chunk = self.flight.chunk(first.slot.offset);
         chunk.push(page, Part::Image(part_of(first.extent, 0, padded_image(&first))));
         self.together.push(page);
         let mut last = first;
-        while let Some(next) = self.backlog.front().copied()
+        while let Some(next) = self.window.front()
             && follows(&last, &next)
             && self.is_sound(&next)
         {
@@ -109,7 +114,7 @@ impl Reader {
             if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READ_BYTES_IN_FLIGHT) {
                 break;
             }
-            self.backlog.pop_front();
+            self.window.pop();
             // What lies between two images, the footer, is read with the page in front of it.
             chunk.push(page, Part::Block(self.flight.block()));
             page = self.begin(next);
@@ -144,18 +149,24 @@ impl Duty for Reader {
                 }
                 continue;
             }
-            let Some(order) = self.backlog.front().copied() else { return };
-            if !self.is_sound(&order) {
-                self.backlog.pop_front();
-                self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
-            } else if is_small(&order) {
+            let small = |order| is_small(&order).then_some(order);
+            self.window.refill(&mut self.backlog, small, |order| order.slot.offset);
+            if let Some(order) = self.window.front() {
                 if !self.flight.has_room(padded_image(&order), READ_BYTES_IN_FLIGHT) {
                     return;
                 }
-                self.backlog.pop_front();
-                self.send_together(order);
+                self.window.pop();
+                if self.is_sound(&order) {
+                    self.send_together(order);
+                } else {
+                    self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
+                }
             } else {
-                self.backlog.pop_front();
+                let Some(order) = self.backlog.pop_front() else { return };
+                if !self.is_sound(&order) {
+                    self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
+                    continue;
+                }
                 let page = self.begin(order);
                 self.open = Some(OpenPage { page, order, sent: 0 });
             }
@@ -175,10 +186,16 @@ impl Duty for Reader {
     }
 
     fn is_idle(&self) -> bool {
-        self.flight.is_idle() && self.backlog.is_empty() && self.open.is_none()
+        self.flight.is_idle()
+            && self.backlog.is_empty()
+            && self.window.is_empty()
+            && self.open.is_none()
     }
 
     fn abandon(&mut self) {
+        while let Some(order) = self.window.pop() {
+            self.flight.refuse(order, IoFault::Off);
+        }
         for order in self.backlog.drain(..) {
             self.flight.refuse(order, IoFault::Off);
         }

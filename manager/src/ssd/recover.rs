@@ -1,12 +1,10 @@
-//! What a start finds: the footers of every slot in use, and which of them still count.
+//! What a start finds: which of the footers that were read still count.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::format::{BLOCK_BYTES, Block, Footer, FooterError, Forgotten, Superblock};
-use super::io::{Chunk, Engine, Part, Transfer, Verdict};
-use crate::core::{Extent, IoFault, RecoveredPage, Slot};
-use crate::image::{DramSlice, ImageMemory};
+use super::format::{Footer, Forgotten, Superblock};
+use crate::core::{IoFault, RecoveredPage, Slot};
 
 /// How many slots were found in which state. They sum to `slots`.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -32,87 +30,6 @@ pub(crate) enum Found {
     Torn,
     /// The device did not give the footer.
     Unread(IoFault),
-}
-
-/// No memory: footers are read into blocks.
-pub(crate) struct NoImages;
-
-impl ImageMemory for NoImages {
-    fn slice(&self, _extent: Extent) -> Option<DramSlice<'_>> {
-        None
-    }
-}
-
-/// Reads the footer of every slot of every region that has a slot length, many at once.
-pub(crate) fn scan(
-    engine: &mut dyn Engine,
-    state: &Superblock,
-    device: u16,
-    mut found: impl FnMut(Slot, Found),
-) {
-    let slot_of = |region: u32, footer_offset: u64| {
-        let bytes = state.regions.get(region as usize).copied().unwrap_or(0);
-        Slot { device, offset: footer_offset + BLOCK_BYTES as u64 - u64::from(bytes), bytes }
-    };
-    let mut footers = footers(state);
-    let mut spare: Vec<Box<Block>> = Vec::new();
-    let mut again: Vec<Chunk> = Vec::new();
-    let mut done = Vec::new();
-    loop {
-        while engine.in_flight() < engine.depth() {
-            let next = again.pop().or_else(|| {
-                let (region, offset) = footers.next()?;
-                let mut chunk = Chunk::new(Transfer::Read, offset, Vec::new(), Vec::new());
-                let block = spare.pop().unwrap_or_else(|| Box::new(Block::ZERO));
-                chunk.push(region, Part::Block(block));
-                Some(chunk)
-            });
-            let Some(chunk) = next else { break };
-            if let Err(chunk) = engine.submit(chunk) {
-                again.push(chunk);
-                break;
-            }
-        }
-        if engine.in_flight() == 0 {
-            return;
-        }
-        engine.wait(&mut || false, &mut done);
-        for back in done.drain(..) {
-            let mut chunk = back.chunk;
-            let verdict = chunk.attempts.judge(chunk.bytes(), back.result);
-            if verdict == Verdict::Again {
-                again.push(chunk);
-                continue;
-            }
-            let region = chunk.members.first().map_or(0, |member| member.page);
-            let slot = slot_of(region, chunk.offset);
-            let Some(Part::Block(block)) = chunk.parts.pop() else { continue };
-            found(
-                slot,
-                match verdict {
-                    Verdict::Failed(fault) => Found::Unread(fault),
-                    _ => match Footer::decode(&block) {
-                        Ok(footer) => Found::Footer(footer),
-                        Err(FooterError::Empty) => Found::Empty,
-                        Err(FooterError::Torn | FooterError::Format(_)) => Found::Torn,
-                    },
-                },
-            );
-            spare.push(block);
-        }
-    }
-}
-
-/// Region and offset of every footer, in file order.
-fn footers(state: &Superblock) -> impl Iterator<Item = (u32, u64)> + '_ {
-    let geometry = state.geometry;
-    state.regions.iter().enumerate().flat_map(move |(region, slot_bytes)| {
-        let (region, slot_bytes) = (region as u32, *slot_bytes);
-        (0..geometry.slots(region, slot_bytes)).map(move |index| {
-            let slot = geometry.slot_offset(region, slot_bytes, index);
-            (region, slot + u64::from(slot_bytes) - BLOCK_BYTES as u64)
-        })
-    })
 }
 
 /// Gathers what the devices hold and decides what counts.

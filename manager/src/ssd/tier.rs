@@ -15,7 +15,8 @@ use super::error::SsdError;
 use super::format::Forgotten;
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
-use super::recover::{Census, SlotCounts, all_forgotten, drop_orphans, scan};
+use super::recover::{Census, SlotCounts, all_forgotten, drop_orphans};
+use super::sweep::scan;
 use super::worker::Control;
 use crate::core::{IoFault, RecoveredPage, Slot, Ticket};
 use crate::image::ImageMemory;
@@ -82,7 +83,8 @@ pub struct SsdTier {
 }
 
 impl SsdTier {
-    /// Claims, makes or grows the files, reads their footers and starts the workers.
+    /// Claims, makes or grows the files, reads their footers and starts the workers. Until this
+    /// returns, `memory` must hold no image: the footers pass through it.
     ///
     /// `notify` is called after an end is ready for [`poll`](Self::poll), from other threads.
     ///
@@ -104,7 +106,7 @@ impl SsdTier {
         for path in &config.paths {
             files.push(Claimed::open(path, config, &mut made)?);
         }
-        let (census, forgotten) = survey(&files, resolved)?;
+        let (census, forgotten) = survey(&files, resolved, &memory)?;
         let forgotten: Vec<Forgotten> =
             forgotten.into_iter().filter(|entry| census.still_needs(entry)).collect();
 
@@ -340,14 +342,21 @@ fn start(
 }
 
 /// Reads the footers of all files.
-fn survey(files: &[Claimed], resolved: Resolved) -> Result<(Census, Vec<Forgotten>), SsdError> {
+fn survey(
+    files: &[Claimed],
+    resolved: Resolved,
+    memory: &Arc<dyn ImageMemory>,
+) -> Result<(Census, Vec<Forgotten>), SsdError> {
     let forgotten = all_forgotten(files.iter().map(|claimed| &claimed.state));
     let mut census = Census::default();
     for (device, claimed) in files.iter().enumerate() {
-        let mut engine = EngineSpec::for_scan(resolved, claimed.file.clone())?;
-        scan(&mut *engine, &claimed.state, device as u16, |slot, found| {
+        let engine = EngineSpec::for_scan(resolved, claimed.file.clone(), memory.clone())?;
+        let scanned = scan(engine, &**memory, &claimed.state, device as u16, |slot, found, _| {
             census.take(&claimed.state, &forgotten, slot, found);
         });
+        if !scanned {
+            return Err(SsdError::NO_ROOM);
+        }
         let known = claimed.state.generation.max(claimed.state.generation_floor);
         census.highest_generation = census.highest_generation.max(known);
     }

@@ -11,6 +11,9 @@ use super::order::{ReadOrder, SsdEnd};
 use crate::core::{Extent, IoFault};
 use crate::image::ImageMemory;
 
+/// Bytes that are checked before the reactor hears of them, while more small pages wait.
+const UNTOLD_BYTES_MAX: u32 = 256 << 10;
+
 /// A read whose buffers are no longer the kernel's.
 pub(crate) struct ReadResult {
     pub(crate) order: ReadOrder,
@@ -29,25 +32,34 @@ impl Verifier {
     /// Reports every result until the reader is gone.
     pub(crate) fn run(mut self, results: &Receiver<ReadResult>) {
         while let Ok(result) = results.recv() {
-            self.report(&result);
+            let mut untold = self.report(&result);
+            // What was read together is taken in one turn of the reactor.
+            while untold < UNTOLD_BYTES_MAX
+                && let Ok(next) = results.try_recv()
+            {
+                untold = untold.saturating_add(self.report(&next));
+            }
+            (self.notify)();
         }
     }
 
-    fn report(&mut self, result: &ReadResult) {
+    /// Checks an image and reports it; returns its length.
+    fn report(&mut self, result: &ReadResult) -> u32 {
         let order = &result.order;
-        let fault = result.fault.or_else(|| self.check(order));
+        let fault = result.fault.or_else(|| fault_of_image(&*self.memory, order));
         self.counters.count_read(order.image_bytes, fault);
         let pushed = self.ends.try_push(SsdEnd::Read { ticket: order.ticket, fault });
         debug_assert!(pushed.is_ok(), "more reads out than the tier lets out");
-        (self.notify)();
+        order.image_bytes
     }
+}
 
-    fn check(&self, order: &ReadOrder) -> Option<IoFault> {
-        let image = Extent { bytes: order.image_bytes, ..order.extent };
-        match self.memory.slice(image) {
-            Some(slice) if slice.checksum() == order.checksum => None,
-            Some(_) => Some(IoFault::Checksum),
-            None => Some(IoFault::Errno(libc::EFAULT)),
-        }
+/// Whether the image that was read is the one that the footer promised.
+pub(crate) fn fault_of_image(memory: &dyn ImageMemory, order: &ReadOrder) -> Option<IoFault> {
+    let image = Extent { bytes: order.image_bytes, ..order.extent };
+    match memory.slice(image) {
+        Some(slice) if slice.checksum() == order.checksum => None,
+        Some(_) => Some(IoFault::Checksum),
+        None => Some(IoFault::Errno(libc::EFAULT)),
     }
 }

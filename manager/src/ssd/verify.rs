@@ -1,28 +1,50 @@
-//! Checks the SSD files of a stopped Manager: every image that a start would serve is read whole.
+//! Checks the SSD files of a stopped Manager: every image that a start would serve is read whole,
+//! small ones in the runs that their footers come in, the others by the reader of the tier itself.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::DEVICES_MAX;
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::{Access, SsdFile};
-use super::format::{BLOCK_BYTES, Block, Superblock, checksum, padded};
+use super::format::{Superblock, padded};
+use super::limit::ReadActivity;
 use super::metadata;
-use super::recover::{Census, SlotCounts, all_forgotten, scan};
+use super::order::ReadOrder;
+use super::reader::Reader;
+use super::recover::{Census, Found, SlotCounts, all_forgotten};
+use super::sweep::scan;
 use super::uring::UringEngine;
+use super::verifier::{ReadResult, fault_of_image};
+use super::worker::Duty;
+use crate::core::{Extent, RecoveredPage, Ticket};
+use crate::image::ImageMemory;
 
-/// Reads the files and changes nothing. `progress` hears how many images of how many are checked.
+/// Images in memory at most.
+const IMAGES_MAX: usize = 4096;
+/// Bytes of images in memory at most, unless one alone is longer: enough to keep a drive busy while
+/// what has arrived is checked.
+const IMAGE_BYTES_MAX: u64 = 64 << 20;
+/// Slots of runs between two reports.
+const PROGRESS_SLOTS: u64 = 128;
+
+/// Reads the files and changes nothing. `progress` hears now and then how many slots of how many are
+/// dealt with, and the whole number at the end.
 ///
 /// An image that does not match its footer counts as torn: expected after a crash, and a miss for
-/// a Manager that reads it.
+/// a Manager that reads it. `memory` is where images are read to, arena 0 only: at most 64 MiB of
+/// it, unless one image is longer. It holds no image before and none afterwards.
 ///
 /// # Errors
 ///
 /// [`SsdError::Locked`] while a Manager runs on a file; see [`SsdError::is_not_ours`] for files that
-/// cannot be checked.
+/// cannot be checked; [`SsdError::System`] when an image is longer than arena 0.
 pub fn verify(
     paths: &[PathBuf],
+    memory: &Arc<dyn ImageMemory>,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<SlotCounts, SsdError> {
     if paths.is_empty() || paths.len() > DEVICES_MAX {
@@ -37,41 +59,132 @@ pub fn verify(
     }
     let forgotten = all_forgotten(files.iter().map(|(_, state)| state));
     let mut census = Census::default();
+    // Whether the image in a slot is whole, where it came with its footer.
+    let mut checked = HashMap::new();
+    let total: u64 = files.iter().map(|(_, state)| slots_of(state)).sum();
+    let mut done = 0;
     for (device, (file, state)) in files.iter().enumerate() {
-        let mut engine = EngineSpec::for_scan(resolved, file.clone())?;
-        scan(&mut *engine, state, device as u16, |slot, found| {
+        let engine = EngineSpec::for_scan(resolved, file.clone(), memory.clone())?;
+        let scanned = scan(engine, &**memory, state, device as u16, |slot, found, bytes| {
+            if let (Found::Footer(footer), Some(bytes)) = (found, bytes) {
+                let image = bytes.prefix(footer.image.image_bytes as usize);
+                let is_whole = image.is_some_and(|i| i.checksum() == footer.image.checksum);
+                checked.insert((slot.device, slot.offset), is_whole);
+            }
+            done += u64::from(bytes.is_some());
+            if done % PROGRESS_SLOTS == 0 {
+                progress(done, total);
+            }
             census.take(state, &forgotten, slot, found);
         });
+        if !scanned {
+            return Err(SsdError::NO_ROOM);
+        }
     }
     let mut counts = census.counts;
     let mut pages = census.into_pages();
-    pages.sort_unstable_by_key(|page| (page.slot.device, page.slot.offset));
-    let total = pages.len() as u64;
-    let mut buffer = Vec::new();
-    for (done, page) in pages.iter().enumerate() {
-        progress(done as u64, total);
-        if !is_whole(&files, page, &mut buffer) {
-            counts.valid -= 1;
-            counts.torn += 1;
+    let mut broken = 0;
+    pages.retain(|page| match checked.get(&(page.slot.device, page.slot.offset)) {
+        None => true,
+        Some(is_whole) => {
+            broken += u64::from(!is_whole);
+            false
         }
-    }
+    });
+    // The rest needs no more than its footer.
+    done = total - pages.len() as u64;
+    read_whole(&files, resolved, memory, &mut pages, |is_whole| {
+        broken += u64::from(!is_whole);
+        done += 1;
+        progress(done, total);
+    })?;
+    counts.valid -= broken;
+    counts.torn += broken;
     progress(total, total);
     Ok(counts)
 }
 
-fn is_whole(
+/// Reads the images of `pages` and tells of each whether it is whole.
+fn read_whole(
     files: &[(Arc<SsdFile>, Superblock)],
-    page: &crate::core::RecoveredPage,
-    buffer: &mut Vec<Block>,
-) -> bool {
-    let Some((file, _)) = files.get(usize::from(page.slot.device)) else { return false };
-    let image_bytes = page.image.image_bytes as usize;
-    buffer.clear();
-    buffer.resize(padded(image_bytes as u64) as usize / BLOCK_BYTES, Block::ZERO);
-    // What cannot be read cannot be served either.
-    if file.read_blocks(buffer, page.slot.offset).is_err() {
-        return false;
+    resolved: Resolved,
+    memory: &Arc<dyn ImageMemory>,
+    pages: &mut [RecoveredPage],
+    mut tell: impl FnMut(bool),
+) -> Result<(), SsdError> {
+    let group = |page: &RecoveredPage| (page.slot.device, padded(page.image.image_bytes.into()));
+    pages.sort_unstable_by_key(|page| (group(page), page.slot.offset));
+    for alike in pages.chunk_by(|one, next| group(one) == group(next)) {
+        let (device, image_bytes) = group(&alike[0]);
+        let Some((file, state)) = files.get(usize::from(device)) else { continue };
+        let engine = EngineSpec::for_scan(resolved, file.clone(), memory.clone())?;
+        let places = places(&**memory, image_bytes);
+        if places.is_empty() {
+            return Err(SsdError::NO_ROOM);
+        }
+        let (send, results) = sync_channel(IMAGES_MAX);
+        let activity = Arc::new(ReadActivity::new());
+        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, send);
+        Check { reader, results, memory, places }.run(alike, &mut tell);
     }
-    let bytes: &[u8] = bytemuck::cast_slice(buffer);
-    checksum(&bytes[..image_bytes]) == page.image.checksum
+    Ok(())
+}
+
+fn slots_of(state: &Superblock) -> u64 {
+    let regions = state.regions.iter().enumerate();
+    regions.map(|(region, bytes)| u64::from(state.geometry.slots(region as u32, *bytes))).sum()
+}
+
+/// Memory for images of one length.
+fn places(memory: &dyn ImageMemory, image_bytes: u64) -> Vec<Extent> {
+    let bytes = u32::try_from(image_bytes).unwrap_or(u32::MAX);
+    let count = (IMAGE_BYTES_MAX / image_bytes.max(1)).clamp(1, IMAGES_MAX as u64);
+    let place = |number| Extent { arena: 0, offset: number * image_bytes, bytes };
+    // From the end, so that images which lie side by side on SSD do so here.
+    let places = (0..count).rev().map(place);
+    places.filter(|place| memory.slice(*place).is_some()).collect()
+}
+
+/// A reader of images of one length.
+struct Check<'a> {
+    reader: Reader,
+    results: Receiver<ReadResult>,
+    memory: &'a Arc<dyn ImageMemory>,
+    places: Vec<Extent>,
+}
+
+impl Check<'_> {
+    /// Reads every image and tells whether it is whole.
+    fn run(&mut self, pages: &[RecoveredPage], mut tell: impl FnMut(bool)) {
+        let mut pages = pages.iter();
+        let all = self.places.len();
+        loop {
+            // What cannot be read cannot be served either.
+            for ReadResult { order, fault } in self.results.try_iter() {
+                tell(fault.or_else(|| fault_of_image(&**self.memory, &order)).is_none());
+                self.places.push(order.extent);
+            }
+            while let Some(extent) = self.places.pop() {
+                let Some(page) = pages.next() else {
+                    self.places.push(extent);
+                    break;
+                };
+                self.reader.accept(ReadOrder {
+                    ticket: Ticket(0),
+                    slot: page.slot,
+                    extent,
+                    image_bytes: page.image.image_bytes,
+                    checksum: page.image.checksum,
+                });
+            }
+            self.reader.fill();
+            self.reader.deliver();
+            if !self.reader.is_idle() {
+                self.reader.wait(&mut || false);
+                self.reader.deliver();
+            } else if pages.len() == 0 && self.places.len() == all {
+                return;
+            }
+        }
+    }
 }

@@ -139,6 +139,29 @@ fn small_neighbours_are_read_with_one_request_and_a_gap_splits_them() {
 }
 
 #[test]
+fn small_neighbours_join_whatever_order_they_were_ordered_in() {
+    let mut bench = ReadBench::new(|_| None, false);
+    for number in [3, 1, 4, 0, 2] {
+        bench.order(number, DATA + number * 12288, 8192);
+    }
+    let ends = bench.finish();
+    assert!(ends.len() == 5 && ends.values().all(Option::is_none));
+    assert_eq!(bench.log.lock().unwrap().len(), 1);
+
+    // Replaced slots come back last one first.
+    let mut bench = WriteBench::new(|_| None, false);
+    let slot_bytes = RegionGeometry::slot_bytes_for(8192).unwrap();
+    bench.region(slot_bytes);
+    let orders: Vec<WriteOrder> = (0..8)
+        .map(|number| bench.order(number, nth(slot_bytes, 7 - number as u32), 8192))
+        .collect();
+    let ends = bench.finish();
+    assert!(ends.len() == 8 && ends.values().all(Option::is_none));
+    assert!(orders.iter().all(|order| bench.is_whole(order)));
+    assert_eq!(bench.log.lock().unwrap().len(), 1);
+}
+
+#[test]
 fn a_bad_place_fails_its_own_page_only() {
     let bad = DATA + 2 * 12288 + 4096;
     let covers_bad = move |chunk: &Chunk| {

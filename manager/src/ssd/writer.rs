@@ -1,4 +1,4 @@
-//! The write side of a device: in order, few bytes in the kernel at a time, neighbours together.
+//! The write side of a device: few bytes in the kernel at a time, neighbours together.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Tra
 use super::limit::ReadActivity;
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
+use super::window::Window;
 use super::worker::Duty;
 use crate::core::FOOTER_BYTES;
 use crate::core::IoFault;
@@ -25,6 +26,8 @@ pub(crate) const WRITE_DEPTH: u16 = 64;
 pub(crate) struct Writer {
     flight: Flight<WriteOrder>,
     backlog: VecDeque<WriterCommand>,
+    /// The writes that are being sent: in the order of the disk.
+    window: Window<WriteOrder>,
     open: Option<OpenPage>,
     together: Vec<u32>,
     metadata: Metadata,
@@ -60,6 +63,7 @@ impl Writer {
         Self {
             flight: Flight::new(engine, Transfer::Write, parts.counters.clone()),
             backlog: VecDeque::new(),
+            window: Window::new(),
             open: None,
             together: Vec::new(),
             metadata: parts.metadata,
@@ -113,12 +117,12 @@ impl Writer {
     }
 
     /// Sends a page whose footer lies right behind its image as one request, together with those
-    /// that follow it on the device and in the backlog.
+    /// that follow it on the device.
     fn send_together(&mut self, first: WriteOrder, limit: u64) {
         let mut chunk = self.flight.chunk(first.slot.offset);
         self.push_whole(&mut chunk, &first);
         let mut last = first;
-        while let Some(WriterCommand::Write(next)) = self.backlog.front().copied()
+        while let Some(next) = self.window.front()
             && next.slot.offset == last.slot.offset + u64::from(last.slot.bytes)
             && Self::is_sound(&next)
             && is_compact(&next)
@@ -131,7 +135,7 @@ impl Writer {
             {
                 break;
             }
-            self.backlog.pop_front();
+            self.window.pop();
             self.push_whole(&mut chunk, &next);
             last = next;
         }
@@ -165,10 +169,10 @@ impl Writer {
         self.flight.begin(*order)
     }
 
-    /// Begins the write at the front of the backlog. False when there is no room for it.
+    /// Begins the next write of the window. False when there is no room for it.
     fn start(&mut self, order: WriteOrder, limit: u64) -> bool {
         if !Self::is_sound(&order) {
-            self.backlog.pop_front();
+            self.window.pop();
             self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
             return true;
         }
@@ -176,7 +180,7 @@ impl Writer {
         if together && !self.flight.has_room(padded_image(&order), limit) {
             return false;
         }
-        self.backlog.pop_front();
+        self.window.pop();
         if let Err(fault) = self.metadata.admit(order.slot) {
             self.flight.refuse(order, fault);
         } else if together {
@@ -202,6 +206,7 @@ impl Writer {
                 let recorded = self.metadata.record_forget(namespace, generation);
                 let fault = recorded.err().map(|error| fault_of(&error));
                 self.end(SsdEnd::Forget { ticket, fault });
+                (self.notify)();
             }
         }
     }
@@ -209,7 +214,6 @@ impl Writer {
     fn end(&mut self, end: SsdEnd) {
         let pushed = self.ends.try_push(end);
         debug_assert!(pushed.is_ok(), "more orders out than the tier lets out");
-        (self.notify)();
     }
 }
 
@@ -230,12 +234,19 @@ impl Duty for Writer {
                 }
                 continue;
             }
-            match self.backlog.front().copied() {
-                Some(WriterCommand::Write(order)) => {
-                    if !self.start(order, limit) {
-                        break;
-                    }
+            // Nothing overtakes a region or a forget: the window ends in front of it.
+            let writes = |command| match command {
+                WriterCommand::Write(order) => Some(order),
+                _ => None,
+            };
+            self.window.refill(&mut self.backlog, writes, |order| order.slot.offset);
+            if let Some(order) = self.window.front() {
+                if !self.start(order, limit) {
+                    break;
                 }
+                continue;
+            }
+            match self.backlog.front().copied() {
                 Some(command) => {
                     self.backlog.pop_front();
                     self.keep(command);
@@ -259,14 +270,23 @@ impl Duty for Writer {
     }
 
     fn deliver(&mut self) {
+        let mut any = false;
         while let Some((order, fault)) = self.flight.take_ended() {
             self.counters.count_write(order.image.image_bytes, fault);
             self.end(SsdEnd::Write { ticket: order.ticket, fault });
+            any = true;
+        }
+        // Once for all: the reactor takes what ended together in one turn.
+        if any {
+            (self.notify)();
         }
     }
 
     fn is_idle(&self) -> bool {
-        self.flight.is_idle() && self.backlog.is_empty() && self.open.is_none()
+        self.flight.is_idle()
+            && self.backlog.is_empty()
+            && self.window.is_empty()
+            && self.open.is_none()
     }
 
     fn abandon(&mut self) {
@@ -274,11 +294,15 @@ impl Duty for Writer {
             self.flight.fail(open.page, IoFault::Off);
             self.flight.seal(open.page);
         }
+        while let Some(order) = self.window.pop() {
+            self.flight.refuse(order, IoFault::Off);
+        }
         while let Some(command) = self.backlog.pop_front() {
             match command {
                 WriterCommand::Write(order) => self.flight.refuse(order, IoFault::Off),
                 WriterCommand::Forget { ticket, .. } => {
                     self.end(SsdEnd::Forget { ticket, fault: Some(IoFault::Off) });
+                    (self.notify)();
                 }
                 WriterCommand::Retire { offset } => self.metadata.retire(offset),
                 // A region without slots in use needs no record.

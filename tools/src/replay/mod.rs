@@ -25,7 +25,7 @@ use orbitkv_manager::config::{PAGE_BYTES_MAX, PAGE_BYTES_MIN};
 use orbitkv_manager::units::{Size, parse_duration, parse_size};
 
 use crate::exit::{Exit, ToolError};
-use crate::output::Output;
+use crate::output::{Output, print};
 use crate::place::RunFolder;
 use crate::progress::Progress;
 use crate::trace::TraceReader;
@@ -266,13 +266,13 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
     if !stopped {
         report.failures.push("the Manager did not stop in order".to_owned());
     }
-    print!("{report}");
     if let Some(json) = json {
         json.json(&report)?;
     }
     if let Some(page) = page {
         page.text(&html::page(&report))?;
     }
+    print(&report)?;
     Ok(if stopped { exit } else { exit.max(Exit::Failed) })
 }
 

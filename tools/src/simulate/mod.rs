@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::exit::{Exit, ToolError};
-use crate::output::Output;
+use crate::output::{Output, print};
 use crate::replay::within;
 use crate::table::Table;
 use crate::trace::TraceReader;
@@ -107,7 +107,7 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Exit, ToolError> {
         }
     }
     let rows: Vec<Row> = simulations.iter().map(Simulation::row).collect();
-    print!("{}", table(&rows));
+    print(table(&rows))?;
     if let Some(output) = output {
         output.json(&rows)?;
     }
