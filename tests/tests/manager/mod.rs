@@ -289,6 +289,16 @@ impl Raw {
         request.encode(session, epoch, self.position)
     }
 
+    /// A record of no kind, at the right place.
+    pub(crate) fn empty_record(&self) -> RequestRecord {
+        RequestRecord {
+            session: self.welcome.session,
+            epoch: self.welcome.epoch,
+            sequence: self.position,
+            ..RequestRecord::default()
+        }
+    }
+
     /// Publishes records one after the other at their positions, whatever they say.
     pub(crate) fn submit(&mut self, records: &[RequestRecord]) {
         for record in records {
