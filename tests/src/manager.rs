@@ -226,6 +226,11 @@ impl Manager {
         })
     }
 
+    /// What the inspection tool sees from now on: nothing of before this call.
+    pub fn fresh(&self) -> Snapshot {
+        self.settle_from_now("a heartbeat", |_| true)
+    }
+
     /// Waits until a counter has come to `expected`, which it must never pass.
     ///
     /// # Panics
