@@ -46,7 +46,8 @@ pub struct StageTimes {
 
 /// The one terminal answer to an [`Operation`].
 ///
-/// Counts never exceed the pages of the request; for `Forget` they count pages of the namespace.
+/// Counts of a save, query or restore never exceed the pages of the request. `Release`, `Prepare`
+/// and `Forget` count pages of every rank that they let go of, began to read, or dropped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Completion {
     /// Which operation ended.
@@ -57,7 +58,8 @@ pub struct Completion {
     pub status: Status,
     /// Cause when the status is not `Ok`; `None` for `Gone`.
     pub code: Code,
-    /// Save: stored. Query: hit. Restore: restored. Forget: forgotten.
+    /// Save: stored. Query: hit. Restore: restored. Release: let go of. Prepare: begun to read.
+    /// Forget: forgotten.
     pub pages: u32,
     /// Query: hit pages that were in DRAM when the query was taken. Restore: pages that came from
     /// DRAM.

@@ -4,37 +4,11 @@
 //! from then on talks through shared memory only: a request is a store into a ring, an answer a
 //! load from one.
 //!
+//! `examples/first_page.rs` is a whole engine for one page:
+//!
 //! ```no_run
-//! use std::time::Duration;
-//! use orbitkv_engine::*;
-//!
-//! # fn example(spec: NamespaceSpec, kv: std::fs::File, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
-//! let mut client = Connect::new(socket_default_path()).connect()?;
-//!
-//! // Once: whose bytes these are, and where they lie.
-//! let scope = client.define_namespace(&spec)?;
-//! let memory = client.register_memfd(&kv, bytes)?;
-//! let segments = vec![Segment { memory, offset: 0, stride: 4096, length: 4096 }];
-//! let region = client.register_region(&RegionLayout { scope, pages: 2, segments })?;
-//!
-//! // Per request: stage as many operations as there are, then submit them together.
-//! let hash = PageHash([7; 32]);
-//! let save = client.save(&region, &[Block { hash, page: 0 }])?;
-//! client.submit()?;
-//!
-//! // An engine polls between its steps; waiting is for those with nothing else to do.
-//! while let Some(done) = client.wait(Duration::from_secs(5))? {
-//!     if done.operation == save && done.status == Status::Ok {
-//!         client.query(&scope, &[hash], QueryMode::Demand, Deadline::DEFAULT)?;
-//!     } else if let Some(lease) = done.lease {
-//!         let target = [Block { hash, page: 1 }];
-//!         client.restore(&lease, 0, &region, &target, RestoreOptions::default())?;
-//!     }
-//! }
-//! # Ok(()) }
+#![doc = include_str!("../examples/first_page.rs")]
 //! ```
-//!
-//! `examples/first_page.rs` is the same as a whole program.
 //!
 //! # What an engine can rely on
 //!

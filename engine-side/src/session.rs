@@ -399,7 +399,10 @@ fn check_answer(answer: &record::Completion, issued: &Issued) -> Result<(), Prot
     let bad = |field, value: u64| {
         Err(ProtocolFault::BadCompletion { operation, field: BadField { field, value } })
     };
-    if answer.kind != RequestKind::Forget && answer.pages > issued.pages {
+    // Release, prepare and forget count pages that the request did not name one by one.
+    let counts_entries =
+        matches!(answer.kind, RequestKind::Save | RequestKind::Query | RequestKind::Restore);
+    if counts_entries && answer.pages > issued.pages {
         return bad("pages", answer.pages.into());
     }
     if answer.pages_present > issued.pages {

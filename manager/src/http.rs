@@ -12,6 +12,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::time::Timespec;
 
 /// Longest request head, in bytes. What follows it is never read.
 pub const REQUEST_BYTES_MAX: usize = 8192;
@@ -80,7 +82,7 @@ impl HttpListener {
     }
 }
 
-/// The serving thread. Dropping it ends it, within two [`EXCHANGE_MAX`].
+/// The serving thread. Dropping it ends it, and with it the exchange under way.
 #[derive(Debug)]
 pub struct HttpThread {
     address: SocketAddr,
@@ -123,7 +125,7 @@ fn run(listener: &TcpListener, stop: &Stop, pages: &impl Pages) {
         let _ = rustix::event::poll(&mut polled, None);
         match listener.accept() {
             Ok((connection, _)) => {
-                if let Err(error) = exchange(connection, pages) {
+                if let Err(error) = exchange(connection, pages, stop) {
                     tracing::debug!("http connection: {error}");
                 }
             }
@@ -136,15 +138,15 @@ fn run(listener: &TcpListener, stop: &Stop, pages: &impl Pages) {
     }
 }
 
-fn exchange(mut connection: TcpStream, pages: &impl Pages) -> io::Result<()> {
-    connection.set_nonblocking(false)?;
-    let answer = match read_head(&mut connection)? {
+fn exchange(mut connection: TcpStream, pages: &impl Pages, stop: &Stop) -> io::Result<()> {
+    connection.set_nonblocking(true)?;
+    let answer = match read_head(&mut connection, stop)? {
         Head::Whole(head) => answer(&head, pages),
         Head::TooLong => Answer::error(431, "request head is longer than 8192 bytes"),
         Head::TooLate => Answer::error(408, "request did not come within 2 s"),
         Head::Cut => return Ok(()),
     };
-    write_within(&mut connection, &answer.bytes(), EXCHANGE_MAX)?;
+    write_within(&mut connection, &answer.bytes(), stop)?;
     connection.shutdown(std::net::Shutdown::Write)
 }
 
@@ -152,29 +154,60 @@ enum Head {
     Whole(Vec<u8>),
     TooLong,
     TooLate,
-    /// The peer closed before its request was whole.
+    /// The peer closed before its request was whole, or we end.
     Cut,
 }
 
-fn read_head(connection: &mut TcpStream) -> io::Result<Head> {
-    let start = Instant::now();
+/// What a wait for a connection ended with.
+enum Waited {
+    Ready,
+    TooLate,
+    Stopping,
+}
+
+/// Waits until the connection can be read or written, until `deadline`, or until we end.
+fn wait(
+    connection: &TcpStream,
+    flags: PollFlags,
+    deadline: Instant,
+    stop: &Stop,
+) -> io::Result<Waited> {
+    loop {
+        if stop.asked.load(Ordering::Acquire) {
+            return Ok(Waited::Stopping);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(Waited::TooLate);
+        }
+        let mut polled = [
+            PollFd::new(connection, flags),
+            PollFd::from_borrowed_fd(stop.bell.as_fd(), PollFlags::IN),
+        ];
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut polled, Some(&timeout)) {
+            Ok(_) if !polled[0].revents().is_empty() => return Ok(Waited::Ready),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+fn read_head(connection: &mut TcpStream, stop: &Stop) -> io::Result<Head> {
+    let deadline = Instant::now() + EXCHANGE_MAX;
     let mut head = Vec::with_capacity(1024);
     let mut part = [0; 1024];
     loop {
-        let left = EXCHANGE_MAX.saturating_sub(start.elapsed());
-        if left.is_zero() {
-            return Ok(Head::TooLate);
+        match wait(connection, PollFlags::IN, deadline, stop)? {
+            Waited::Ready => {}
+            Waited::TooLate => return Ok(Head::TooLate),
+            Waited::Stopping => return Ok(Head::Cut),
         }
-        connection.set_read_timeout(Some(left))?;
         match connection.read(&mut part) {
             Ok(0) => return Ok(Head::Cut),
             Ok(bytes) => head.extend_from_slice(&part[..bytes]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error)
-                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
-            {
-                return Ok(Head::TooLate);
-            }
+            Err(error) if try_again(&error) => {}
             Err(error) => return Err(error),
         }
         if head.windows(4).any(|window| window == b"\r\n\r\n") {
@@ -184,6 +217,10 @@ fn read_head(connection: &mut TcpStream) -> io::Result<Head> {
             return Ok(Head::TooLong);
         }
     }
+}
+
+fn try_again(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
 struct Answer {
@@ -259,18 +296,18 @@ fn answer(head: &[u8], pages: &impl Pages) -> Answer {
     answer
 }
 
-fn write_within(connection: &mut TcpStream, mut bytes: &[u8], limit: Duration) -> io::Result<()> {
-    let start = Instant::now();
+fn write_within(connection: &mut TcpStream, mut bytes: &[u8], stop: &Stop) -> io::Result<()> {
+    let deadline = Instant::now() + EXCHANGE_MAX;
     while !bytes.is_empty() {
-        let left = limit.saturating_sub(start.elapsed());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
+        match wait(connection, PollFlags::OUT, deadline, stop)? {
+            Waited::Ready => {}
+            Waited::TooLate => return Err(io::ErrorKind::TimedOut.into()),
+            Waited::Stopping => return Ok(()),
         }
-        connection.set_write_timeout(Some(left))?;
         match connection.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => bytes = &bytes[written..],
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if try_again(&error) => {}
             Err(error) => return Err(error),
         }
     }
@@ -358,6 +395,41 @@ mod tests {
         let mut text = String::new();
         dawdler.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 408 "), "{text}");
+    }
+
+    struct Huge;
+
+    impl Pages for Huge {
+        fn metrics(&self) -> String {
+            // More than the buffers of a connection take.
+            "orbitkv_up 1\n".repeat(5_000_000)
+        }
+
+        fn health(&self) -> Health {
+            Health { healthy: true, state: "ready" }
+        }
+    }
+
+    /// Goal: neither a request that never comes nor an answer that nobody reads holds up an end.
+    /// Method: an exchange that had run to its bound would have answered 408, or every byte.
+    #[test]
+    fn an_end_does_not_wait_for_the_exchange_under_way() {
+        for request in [&b"GET /met"[..], b"GET /metrics HTTP/1.1\r\n\r\n"] {
+            let listener = HttpListener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+            let server = listener.serve(Huge).unwrap();
+            let mut hung = TcpStream::connect(server.address()).unwrap();
+            hung.write_all(request).unwrap();
+            if request.len() > 10 {
+                // The answer has begun.
+                let mut byte = [0];
+                hung.read_exact(&mut byte).unwrap();
+            }
+            drop(server);
+            let mut answer = Vec::new();
+            let _cut = hung.read_to_end(&mut answer);
+            assert!(!answer.starts_with(b"HTTP/1.1 408"));
+            assert!(answer.len() < 65_000_000, "{} bytes", answer.len());
+        }
     }
 
     #[test]

@@ -4,13 +4,13 @@
 //! socket comes before everything that a second Manager must not touch; the socket becomes visible
 //! when all else is ready.
 
+mod start;
+
 use std::fs::File;
 use std::io::{IsTerminal, Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use clap::Parser;
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
@@ -27,19 +27,17 @@ use crate::config::{
 };
 use crate::core::{Core, CoreConfig, DeviceLayout, Effects, slot_bytes};
 use crate::device::HostDevice;
-use crate::endpoint::{Claim, Endpoint, HostImporter, Settings, Stopper};
-use crate::error::{EXIT_FAILED, EXIT_USAGE, ServeError};
+use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
+use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
 use crate::pool::{self, DramPool, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
 use crate::ssd::{EngineChoice, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
+use start::Start;
 
 /// Environment variable that filters the log, as in `debug` or `orbitkv_manager::endpoint=trace`.
 pub const LOG_VARIABLE: &str = "ORBITKV_LOG";
-/// After a stop signal the process ends within this time, whatever hangs: below the 10 s that are
-/// promised.
-const STOP_MAX: Duration = Duration::from_millis(9_500);
 
 /// The command line of the binary `orbitkv-manager`.
 #[derive(Parser, Debug)]
@@ -93,9 +91,11 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
     tracing::info!("configuration: {}", config.summary());
     warn_of_closed_doors(&config);
     raise_descriptor_limit();
-    let mut opened = open(&config)?;
-    stop_on_signals(opened.parts.endpoint.stopper())?;
-    announce_ready(&mut opened)?;
+    let start = Start::watch()?;
+    let mut opened = open(&config, &start)?;
+    if !start.is_stopping() {
+        announce_ready(&mut opened)?;
+    }
     let Opened { parts, http, _pool } = opened;
     // A page that was not written in time is a page less to hit, not a failure of the stop.
     let _drained = service::run(parts);
@@ -147,22 +147,32 @@ fn warn_of_closed_doors(config: &Config) {
 }
 
 /// Makes everything that the service is made of, the slow parts after the ones that fail fast.
-fn open(config: &Config) -> Result<Opened, ServeError> {
+fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     let clock = Clock::monotonic();
     let started_ns = clock.now();
     if config.device == DeviceKind::Cuda {
         return Err(ServeError::NoCuda);
     }
-    let claim = Claim::take(&config.socket)?;
+    let claim = start.make(|made| {
+        let claim = Claim::take(&config.socket)?;
+        if let Some(lock) = claim.fresh_lock() {
+            made.file(&lock);
+        }
+        Ok::<_, ServeError>(claim)
+    })?;
     let http = bind_http(config)?;
     let mut random = File::open("/dev/urandom").map_err(ServeError::system("random numbers"))?;
     let epoch = new_epoch(&mut random).map_err(ServeError::system("random numbers"))?;
     let hash_seed = random_u64(&mut random).map_err(ServeError::system("random numbers"))?;
-    let mut telemetry = Telemetry::create(&TelemetryIdentity {
-        socket: config.socket.path.clone(),
-        epoch,
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        started_ns,
+    let mut telemetry = start.make(|made| {
+        let telemetry = Telemetry::create(&TelemetryIdentity {
+            socket: config.socket.path.clone(),
+            epoch,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            started_ns,
+        })?;
+        made.telemetry_of(&config.socket.path);
+        Ok::<_, ServeError>(telemetry)
     })?;
     telemetry.set_config(&config.to_string());
     let pool = allocate_pool(config)?;
@@ -170,14 +180,18 @@ fn open(config: &Config) -> Result<Opened, ServeError> {
     let storage = open_storage(config, &pool, &bell)?;
     let device = HostDevice::start(pool.clone(), bell.ringer())
         .map_err(ServeError::system("device threads"))?;
-    let endpoint = Endpoint::start(
-        Settings::new(config, epoch),
-        claim.listen()?,
-        HostImporter,
-        clock.clone(),
-        bell.ringer(),
-    )
-    .map_err(ServeError::system("endpoint thread"))?;
+    let endpoint = start.serve(|| {
+        let endpoint = Endpoint::start(
+            Settings::new(config, epoch),
+            claim.listen()?,
+            HostImporter,
+            clock.clone(),
+            bell.ringer(),
+        )
+        .map_err(ServeError::system("endpoint thread"))?;
+        let stopper = endpoint.stopper();
+        Ok::<_, ServeError>((endpoint, stopper))
+    })?;
     let http = http
         .map(|listener| listener.serve(TelemetryPages(telemetry.reader())))
         .transpose()
@@ -306,6 +320,8 @@ fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreCo
         operation_timeout_ns: nanos_of(config.time.operation_timeout),
         page_bytes_max: config.limits.page_bytes_max,
         bad_requests_max: config.limits.bad_requests,
+        scopes_per_session_max: config.limits.scopes_per_session as usize,
+        regions_per_session_max: config.limits.regions_per_session as usize,
         spill_policy: match ssd.map_or(SpillPolicy::All, |ssd| ssd.spill) {
             SpillPolicy::All => crate::core::SpillPolicy::All,
             SpillPolicy::Reuse => crate::core::SpillPolicy::Reuse,
@@ -397,27 +413,6 @@ fn start_logging() {
         // It would say so on stderr, with a macro that panics when stderr is what failed.
         .log_internal_errors(false)
         .try_init();
-}
-
-/// SIGINT, SIGTERM and SIGHUP ask for a stop; what still runs after [`STOP_MAX`] is cut off.
-fn stop_on_signals(stopper: Stopper) -> Result<(), ServeError> {
-    let asked = AtomicBool::new(false);
-    ctrlc::set_handler(move || {
-        stopper.stop();
-        if asked.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let watchdog = std::thread::Builder::new().name("orbitkv-watchdog".to_owned());
-        let watched = watchdog.spawn(|| {
-            std::thread::sleep(STOP_MAX);
-            tracing::error!("the stop did not end in time: leaving at once");
-            std::process::exit(i32::from(EXIT_FAILED));
-        });
-        if watched.is_err() {
-            tracing::warn!("no thread to watch over the stop");
-        }
-    })?;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -14,24 +14,33 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::doorbell::ControlBell;
+use orbitkv_shm_protocol::doorbell::{ControlBell, WAIT_WORDS_MAX, wait_many};
 use orbitkv_shm_protocol::ids::{OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{Completion, PageEntry, RequestKind, Status};
 use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
 
 use crate::clock::{Clock, nanos_of};
 use crate::config::WaitMode;
-use crate::core::{Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, PeerFault};
+use crate::core::{
+    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, SessionView,
+    Ticket,
+};
 use crate::device::{CopyCommand, Device, DeviceRegion, DoneWord};
-use crate::endpoint::{Answer, CloseCause, Endpoint, EndpointEvent, EndpointReply, QuestionId};
+use crate::endpoint::{
+    Answer, CloseCause, Endpoint, EndpointCounters, EndpointEvent, EndpointReply, Limiter,
+    QuestionId,
+};
 use crate::telemetry::Telemetry;
-use client::{Client, TakeEnd};
+use client::{Client, ClientFault};
 use waiting::Waiting;
 
 pub use storage::Storage;
 
 /// Requests taken from one ring in one turn.
 const REQUESTS_PER_TURN: u32 = 64;
+/// Page entries after which no further request is taken from one ring in one turn: full requests
+/// of 16,384 pages by the dozen must not hold the other sessions.
+const PAGES_PER_TURN: u32 = 16_384;
 /// Ends of copies and of SSD work, and endpoint events, taken in one turn.
 const ENDS_PER_TURN: u32 = 256;
 /// Longest sleep: bounds a lost wake and keeps the heartbeat young.
@@ -40,6 +49,9 @@ const PARK_MAX: Duration = Duration::from_millis(50);
 const TABLES_INTERVAL_NS: Nanos = 20_000_000;
 /// How long the last SSD orders may take at a stop.
 const STORAGE_STOP_MAX: Duration = Duration::from_secs(2);
+/// When they must have ended, counted from the begin of the stop: early enough for the 10 s that a
+/// stop may take in all.
+const STORAGE_STOP_BY: Duration = Duration::from_millis(9_200);
 /// How long a stop waits for operations under way before it closes the sessions.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
@@ -74,6 +86,7 @@ struct PendingEviction {
 /// A stop under way.
 #[derive(Clone, Copy)]
 struct Stopping {
+    began: Nanos,
     close_sessions_at: Nanos,
     give_up_at: Nanos,
     sessions_closed: bool,
@@ -89,18 +102,31 @@ pub struct Service {
     clock: Clock,
     waiting: Waiting,
     stop_timeout: Duration,
+    /// In the order of their session ids, which is that of their attachment.
     clients: Vec<Client>,
+    /// What is to be executed.
     effects: Effects,
+    /// What is being executed; what follows from that goes to `effects`.
+    executing: Effects,
     entries: Vec<PageEntry>,
+    /// Whose the copies in flight are.
+    copying: Vec<(Ticket, SessionId)>,
     /// Commands that a full queue gave back; first in the next turn.
     refused: VecDeque<CopyCommand>,
     /// Replies that a full queue gave back.
     replies: VecDeque<EndpointReply<DeviceRegion>>,
     evictions: Vec<PendingEviction>,
-    page_buffers: Vec<Vec<crate::core::CopyPage>>,
+    page_buffers: Vec<Vec<CopyPage>>,
     checksum_buffers: Vec<Vec<u64>>,
+    cut_off_log: Limiter,
+    /// Totals of the endpoint thread.
+    counters: Arc<EndpointCounters>,
     stopping: Option<Stopping>,
     tables_shown_ns: Nanos,
+    /// Pages in DRAM and on SSD of each namespace, as last shown.
+    namespaces_shown: Vec<(u64, u64)>,
+    /// Buffer of a table turn.
+    session_views: Vec<SessionView>,
     turns: u64,
     /// Dropped last: it holds the lock that makes the telemetry segment ours to remove.
     endpoint: Endpoint<DeviceRegion>,
@@ -129,6 +155,7 @@ impl Service {
             core: parts.core,
             device: parts.device,
             storage: parts.storage,
+            counters: parts.endpoint.counters(),
             endpoint: parts.endpoint,
             telemetry: parts.telemetry,
             bell: parts.bell,
@@ -137,7 +164,10 @@ impl Service {
             stop_timeout: parts.stop_timeout,
             clients: Vec::new(),
             effects: Effects::default(),
+            executing: Effects::default(),
             entries: Vec::new(),
+            copying: Vec::new(),
+            cut_off_log: Limiter::default(),
             refused: VecDeque::new(),
             replies: VecDeque::new(),
             evictions: Vec::new(),
@@ -145,6 +175,8 @@ impl Service {
             checksum_buffers: Vec::new(),
             stopping: None,
             tables_shown_ns: 0,
+            namespaces_shown: Vec::new(),
+            session_views: Vec::new(),
             turns: 0,
         }
     }
@@ -163,8 +195,8 @@ impl Service {
         }
         self.core.pump(now, &mut self.effects);
         progress |= self.execute();
-        self.answer_evictions(now);
-        self.advance_stop(now);
+        progress |= self.answer_evictions(now);
+        progress |= self.advance_stop(now);
         if self.telemetry.due(now) {
             self.report(now);
         }
@@ -179,32 +211,42 @@ impl Service {
         }
         let now = self.clock.now();
         self.report(now);
-        let mut timeout = PARK_MAX;
-        if let Some(deadline) = self.core.next_deadline() {
-            timeout = timeout.min(Duration::from_nanos(deadline.saturating_sub(now)));
+        let timeout = self.longest_sleep(now);
+        for client in self.clients.iter_mut().filter(|client| !client.closed) {
+            client.doorbell_seen = Some(client.segments.sleeper.begin());
         }
-        if !self.evictions.is_empty() || self.stopping.is_some() || !self.refused.is_empty() {
-            timeout = timeout.min(Duration::from_millis(1));
-        }
-        let awake = self.clients.iter().filter(|client| !client.closed);
-        let sleepers = awake.map(|client| client.segments.sleeper.begin());
-        let seen: Vec<u32> = sleepers.collect();
-        let control = self.bell.sleeper().begin();
+        let control_seen = self.bell.sleeper().begin();
+        // Every ring is looked at once more between the announcement and the sleep.
         if !self.turn() && !self.has_stopped() {
-            // A session that arrived or left in that turn makes it a turn with progress.
-            let mut words = Vec::with_capacity(seen.len() + 1);
-            words.push((self.bell.sleeper(), control));
-            let awake = self.clients.iter().filter(|client| !client.closed);
-            words.extend(awake.zip(&seen).map(|(client, &seen)| (&client.segments.sleeper, seen)));
-            orbitkv_shm_protocol::doorbell::wait_many(&words, timeout);
+            let mut words = [(self.bell.sleeper(), control_seen); WAIT_WORDS_MAX];
+            let mut count = 1;
+            for client in &self.clients {
+                let Some(seen) = client.doorbell_seen else { continue };
+                words[count] = (&client.segments.sleeper, seen);
+                count += 1;
+            }
+            wait_many(&words[..count], timeout);
         }
-        for client in &self.clients {
-            if client.segments.sleeper.is_announced() {
+        for client in &mut self.clients {
+            if client.doorbell_seen.take().is_some() {
                 client.segments.sleeper.end();
             }
         }
         self.bell.sleeper().end();
         self.waiting.slept();
+    }
+
+    fn longest_sleep(&self, now: Nanos) -> Duration {
+        let mut timeout = PARK_MAX;
+        if let Some(deadline) = self.core.next_deadline() {
+            timeout = timeout.min(Duration::from_nanos(deadline.saturating_sub(now)));
+        }
+        // Nobody rings when a queue that was full has room again, or when a stop is to advance.
+        let behind = !self.refused.is_empty() || !self.replies.is_empty();
+        if behind || !self.evictions.is_empty() || self.stopping.is_some() {
+            timeout = timeout.min(Duration::from_millis(1));
+        }
+        timeout
     }
 
     fn retry_refused(&mut self) -> bool {
@@ -252,6 +294,7 @@ impl Service {
                 self.core.handle(now, opened, &mut self.effects);
                 let mut client = Client::new(*ready, now);
                 client.slot = self.telemetry.open_session(&client.mirror(None));
+                debug_assert!(self.clients.last().is_none_or(|last| last.session < client.session));
                 self.clients.push(client);
             }
             EndpointEvent::DefineNamespace { question, session, spec } => {
@@ -279,10 +322,7 @@ impl Service {
                 self.evictions.push(PendingEviction { question, deadline });
             }
             EndpointEvent::Closed { session, cause } => {
-                tracing::info!(session = session.0, cause = %cause, "session closed");
-                self.telemetry.counters.add(Metric::SessionsClosed(close_reason(cause)), 1);
-                self.close_client(session);
-                self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+                self.close(now, session, close_reason(cause));
             }
             EndpointEvent::Stop => self.begin_stop(now),
         }
@@ -313,9 +353,16 @@ impl Service {
         while taken < ENDS_PER_TURN {
             let Some(end) = self.device.poll() else { break };
             taken += 1;
+            let owner = self.copying.iter().position(|(ticket, _)| *ticket == end.ticket);
+            let owner = owner.map(|at| self.copying.swap_remove(at).1);
             if let Some(error) = end.error {
                 self.telemetry.counters.add(Metric::DeviceFaults(error.fault().into()), 1);
                 tracing::debug!(%error, "a copy stopped");
+                if error.ends_session()
+                    && let Some(session) = owner
+                {
+                    self.cut_off(now, session, &error);
+                }
             }
             let copied = Event::Copied {
                 ticket: end.ticket,
@@ -352,34 +399,52 @@ impl Service {
                 continue;
             }
             progress = true;
-            let end = client.take(now, REQUESTS_PER_TURN, &mut self.entries, |event| {
+            let taken = client.take(now, &mut self.entries, |event| {
                 self.core.handle(now, event, &mut self.effects)
             });
-            if let TakeEnd::Fault(fault) = end {
-                let session = client.segments.session();
-                self.cut_off(session, &fault);
-                self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+            if let Err(fault) = taken {
+                let session = client.session;
+                self.cut_off(now, session, &fault);
             }
         }
         progress
     }
 
     /// Nothing more is taken from a peer that broke the protocol.
-    fn cut_off(&mut self, session: SessionId, fault: &dyn std::fmt::Display) {
-        tracing::warn!(session = session.0, %fault, "session cut off");
-        self.telemetry.counters.add(Metric::SessionsClosed(CloseReason::PeerFault), 1);
-        self.close_client(session);
+    fn cut_off(&mut self, now: Nanos, session: SessionId, fault: &dyn std::fmt::Display) {
+        let Some(client) = self.close(now, session, CloseReason::PeerFault) else { return };
+        let (pid, uid) = client.peer();
+        if let Some(suppressed) = self.cut_off_log.admit(now) {
+            let session = session.0;
+            tracing::warn!(session, pid, uid, suppressed, "cut off a session: {fault}");
+        }
         self.reply(EndpointReply::Close { session, cause: CloseCause::RingFault });
     }
 
-    fn close_client(&mut self, session: SessionId) {
-        if let Some(client) = self.client_mut(session) {
-            client.closed = true;
+    /// Takes nothing more from a client; counted once, whoever closes it first. `None` when it was
+    /// closed before.
+    fn close(
+        &mut self,
+        now: Nanos,
+        session: SessionId,
+        reason: CloseReason,
+    ) -> Option<&mut Client> {
+        let at = self.position(session)?;
+        if std::mem::replace(&mut self.clients[at].closed, true) {
+            return None;
         }
+        self.telemetry.counters.add(Metric::SessionsClosed(reason), 1);
+        self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+        Some(&mut self.clients[at])
+    }
+
+    fn position(&self, session: SessionId) -> Option<usize> {
+        self.clients.binary_search_by_key(&session, |client| client.session).ok()
     }
 
     fn client_mut(&mut self, session: SessionId) -> Option<&mut Client> {
-        self.clients.iter_mut().find(|client| client.segments.session() == session)
+        let at = self.position(session)?;
+        Some(&mut self.clients[at])
     }
 
     /// Executes every effect in order, then wakes whoever has new completions.
@@ -387,19 +452,31 @@ impl Service {
         if self.effects.list.is_empty() {
             return false;
         }
-        let mut effects = std::mem::take(&mut self.effects);
-        let mut list = std::mem::take(&mut effects.list);
+        std::mem::swap(&mut self.effects, &mut self.executing);
+        let mut tables = std::mem::take(&mut self.executing);
+        let mut list = std::mem::take(&mut tables.list);
         let published_ns = self.clock.now();
         for effect in list.drain(..) {
-            self.effect(effect, &effects, published_ns);
+            self.effect(effect, &tables, published_ns);
         }
-        effects.list = list;
-        effects.clear();
-        self.effects = effects;
+        tables.list = list;
+        tables.clear();
+        self.executing = tables;
         for client in &mut self.clients {
             client.flush();
         }
+        self.cut_off_violators(published_ns);
         true
+    }
+
+    /// Ends the sessions whose completion ring showed a violation outside of a take.
+    fn cut_off_violators(&mut self, now: Nanos) {
+        for at in 0..self.clients.len() {
+            if let Some(violation) = self.clients[at].violation.take() {
+                let session = self.clients[at].session;
+                self.cut_off(now, session, &ClientFault::from(violation));
+            }
+        }
     }
 
     fn effect(&mut self, effect: Effect, tables: &Effects, published_ns: Nanos) {
@@ -412,12 +489,20 @@ impl Service {
             }
             Effect::Copy { ticket, direction, session, region, pages, fence, done } => {
                 let pages = &tables.copies[pages];
-                self.copy(CopyOrder { ticket, direction, session, region, fence, done }, pages);
+                let order = CopyOrder { ticket, direction, session, region, fence, done };
+                if !self.copy(order, pages) {
+                    // `core` waits for the end of whatever it orders.
+                    tracing::error!(session = session.0, "bug: a copy for a region that is gone");
+                    let copied = Event::Copied {
+                        ticket,
+                        pages_done: 0,
+                        fault: Some(CopyFault::Peer),
+                        checksums: &[],
+                    };
+                    self.core.handle(published_ns, copied, &mut self.effects);
+                }
             }
-            Effect::CloseSession { session, fault } => {
-                let fault: PeerFault = fault;
-                self.cut_off(session, &fault);
-            }
+            Effect::CloseSession { session, fault } => self.cut_off(published_ns, session, &fault),
             Effect::SessionEnded { session } => self.end_session(session),
             Effect::RegionEnded { session, region } => {
                 let region = self.client_mut(session).and_then(|client| client.end_region(region));
@@ -434,16 +519,16 @@ impl Service {
         }
     }
 
-    fn copy(&mut self, order: CopyOrder, pages: &[crate::core::CopyPage]) {
+    /// Hands a copy to the device. False when its session or region is gone.
+    fn copy(&mut self, order: CopyOrder, pages: &[CopyPage]) -> bool {
         let CopyOrder { ticket, direction, session, region, fence, done } = order;
+        let Some(at) = self.position(session) else { return false };
+        let client = &self.clients[at];
+        let Some(region) = client.region(region) else { return false };
         let mut buffer = self.page_buffers.pop().unwrap_or_default();
         buffer.clear();
         buffer.extend_from_slice(pages);
         let checksums = self.checksum_buffers.pop().unwrap_or_default();
-        let Some(client) = self.clients.iter().find(|c| c.segments.session() == session) else {
-            return;
-        };
-        let Some(region) = client.region(region) else { return };
         let done = done.map(|operation: OperationId| DoneWord {
             words: client.segments.done.clone(),
             operation_index: operation.index,
@@ -461,16 +546,17 @@ impl Service {
             done,
             checksums,
         };
+        self.copying.push((ticket, session));
         if !self.refused.is_empty() {
             self.refused.push_back(command);
         } else if let Err(command) = self.device.submit(command) {
             self.refused.push_back(command);
         }
+        true
     }
 
     fn end_session(&mut self, session: SessionId) {
-        let at = self.clients.iter().position(|client| client.segments.session() == session);
-        let Some(at) = at else { return };
+        let Some(at) = self.position(session) else { return };
         let mut client = self.clients.remove(at);
         if let Some(slot) = client.slot.take() {
             self.telemetry.close_session(slot);
@@ -480,9 +566,9 @@ impl Service {
         self.reply(ended);
     }
 
-    fn answer_evictions(&mut self, now: Nanos) {
+    fn answer_evictions(&mut self, now: Nanos) -> bool {
         if self.evictions.is_empty() {
-            return;
+            return false;
         }
         let drained = self.core.spill_is_drained();
         let mut waiting = std::mem::take(&mut self.evictions);
@@ -501,7 +587,7 @@ impl Service {
             false
         });
         self.evictions = waiting;
-        self.execute();
+        self.execute()
     }
 
     fn begin_stop(&mut self, now: Nanos) {
@@ -511,34 +597,33 @@ impl Service {
         tracing::info!("stopping: no new requests, draining what runs");
         self.telemetry.set_state(ManagerState::Draining);
         self.stopping = Some(Stopping {
+            began: now,
             close_sessions_at: now.saturating_add(nanos_of(STOP_GRACE)),
             give_up_at: now.saturating_add(nanos_of(self.stop_timeout)),
             sessions_closed: false,
         });
     }
 
-    fn advance_stop(&mut self, now: Nanos) {
-        let Some(stopping) = &mut self.stopping else { return };
-        let busy = self.clients.iter().any(|client| client.outstanding() > 0);
-        if stopping.sessions_closed || (busy && now < stopping.close_sessions_at) {
-            return;
+    /// Closes the sessions once they are idle or their time is up. True when it did.
+    fn advance_stop(&mut self, now: Nanos) -> bool {
+        let Some(stopping) = &mut self.stopping else { return false };
+        if stopping.sessions_closed {
+            return false;
+        }
+        let open = |client: &&Client| !client.closed;
+        let busy = self.clients.iter().filter(open).any(|client| client.outstanding() > 0);
+        if busy && now < stopping.close_sessions_at {
+            return false;
         }
         stopping.sessions_closed = true;
-        let sessions: Vec<_> = self
-            .clients
-            .iter_mut()
-            .filter(|client| !client.closed)
-            .map(|client| {
-                client.closed = true;
-                client.segments.session()
-            })
-            .collect();
-        for session in sessions {
-            self.telemetry.counters.add(Metric::SessionsClosed(CloseReason::Draining), 1);
-            self.reply(EndpointReply::Close { session, cause: CloseCause::Stopping });
-            self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
+        for at in 0..self.clients.len() {
+            let session = self.clients[at].session;
+            if self.close(now, session, CloseReason::Draining).is_some() {
+                self.reply(EndpointReply::Close { session, cause: CloseCause::Stopping });
+            }
         }
         self.execute();
+        true
     }
 
     fn has_stopped(&self) -> bool {
@@ -560,8 +645,11 @@ impl Service {
             );
         }
         self.device.stop();
+        let began = self.stopping.map_or(0, |stopping| stopping.began);
+        let by = began.saturating_add(nanos_of(STORAGE_STOP_BY));
+        let left = Duration::from_nanos(by.saturating_sub(self.clock.now()));
         if let Some(storage) = &mut self.storage {
-            storage.stop(STORAGE_STOP_MAX);
+            storage.stop(STORAGE_STOP_MAX.min(left));
         }
         let now = self.clock.now();
         self.take_copy_ends(now);
@@ -574,7 +662,7 @@ impl Service {
 
 /// One copy as `core` orders it.
 struct CopyOrder {
-    ticket: crate::core::Ticket,
+    ticket: Ticket,
     direction: Direction,
     session: SessionId,
     region: RegionId,

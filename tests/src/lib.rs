@@ -1,4 +1,5 @@
-//! What the tests of this crate share: the Manager's `core` in a world of fakes.
+//! What the tests of this crate share: the Manager's `core` in a world of fakes, and real
+//! Managers and engines in processes of their own.
 //!
 //! | module | is |
 //! | --- | --- |
@@ -9,11 +10,19 @@
 //! | `world` | `core` between them: every effect is carried out and checked |
 //! | `simulator` | random engines, faults and crashes from a seed |
 //! | `reference` | an independent model of the pool without SSD |
+//! | `rig` | a world with one engine, for tests of single promises |
+//! | `manager` | a real Manager process on a socket and SSD file of its own |
+//! | `engine` | a real attached engine whose device pages can be checked byte for byte |
+//! | `engine_process` | the same in a process of its own, to be stopped and killed |
 
 pub mod client;
 pub mod content;
 pub mod disk;
+pub mod engine;
+pub mod engine_process;
+pub mod manager;
 pub mod memory;
 pub mod reference;
+pub mod rig;
 pub mod simulator;
 pub mod world;

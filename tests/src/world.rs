@@ -752,7 +752,8 @@ impl World {
             // The engine uses its pages for something else at once.
             let pages = ended.submitted.entries.iter().filter(|entry| !entry.is_anchor());
             for entry in pages {
-                region.pages[entry.device_page as usize].fill(POISON);
+                let Some(page) = region.pages.get_mut(entry.device_page as usize) else { continue };
+                page.fill(POISON);
                 region.free.push(entry.device_page);
             }
         }

@@ -10,8 +10,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use orbitkv_engine::{
-    Code, Completion, Connect, Gone, Operation, PageOutcome, ProtocolFault, RequestKind, Status,
-    SubmitError,
+    Code, Completion, Connect, Deadline, Gone, Operation, PageOutcome, ProtocolFault, QueryMode,
+    RequestKind, Status, SubmitError,
 };
 use orbitkv_shm_protocol::ids::OperationId;
 use orbitkv_shm_protocol::layout::{COMPLETION_TAIL, REQUEST_HEAD, RING_OFFSET};
@@ -170,6 +170,36 @@ fn counts_beyond_the_request_are_refused() {
     ] {
         assert!(matches!(fault, ProtocolFault::BadCompletion { .. }), "{fault:?}");
     }
+}
+
+/// Goal: what a release lets go of, and what a prepare begins over the namespaces of a set, are no
+/// pages of the request, and end no session.
+#[test]
+fn counts_about_other_pages_than_the_requests_are_believed() {
+    let twin = Twin::start();
+    let mut rig = Rig::new(twin.path());
+    let save = rig.client.save(&rig.region, &blocks(1, 2, 0)).unwrap();
+    assert_eq!(rig.next().operation, save);
+    let hit = {
+        rig.client.query(&rig.scope, &hashes(1, 2), QueryMode::Demand, Deadline::DEFAULT).unwrap();
+        rig.next()
+    };
+    twin.hold(RequestKind::ALL);
+    let release = rig.client.release(hit.lease.unwrap()).unwrap();
+    let prepare = rig.client.prepare(&rig.scope, &hashes(1, 2)).unwrap();
+    rig.client.submit().unwrap();
+    twin.with(move |server| {
+        let seat = &mut server.seats[0];
+        for (operation, pages) in [(release, 2), (prepare, 8)] {
+            let kind = if pages == 2 { RequestKind::Release } else { RequestKind::Prepare };
+            let told = record::Completion { pages, ..record::Completion::ok(operation.id(), kind) };
+            seat.complete(0, &[], told);
+        }
+        seat.side.completions.publish();
+        seat.side.ringer.ring();
+    });
+    let told = [rig.next(), rig.next()];
+    assert_eq!(told.map(|done| (done.status, done.pages)), [(Status::Ok, 2), (Status::Ok, 8)]);
 }
 
 /// Goal: one operation ends once. Method: the same correct record twice, then a replay of an

@@ -39,7 +39,7 @@ impl Config {
         let budget = words.budget(dram.capacity_bytes)?;
         Ok(Self {
             socket: words.socket(machine)?,
-            ssd: words.ssd(dram.capacity_bytes)?,
+            ssd: words.ssd()?,
             budget,
             time: words.time()?,
             limits: words.limits()?,
@@ -88,7 +88,7 @@ impl Checked<'_> {
         })
     }
 
-    fn ssd(&self, dram_bytes: u64) -> Result<Option<SsdConfig>, ConfigError> {
+    fn ssd(&self) -> Result<Option<SsdConfig>, ConfigError> {
         let paths = self.paths(Key::SsdPaths)?;
         let capacity = self.size(Key::SsdCapacity, 16 * GIB, 0, 256 * TIB)?;
         // Fields of a tier that is off are still checked: a slip must not wait for the day when
@@ -102,12 +102,6 @@ impl Checked<'_> {
             })?,
             engine: self.choice(Key::SsdEngine, SsdEngine::Auto, SsdEngine::from_word)?,
             spill: self.choice(Key::SsdSpill, SpillPolicy::All, SpillPolicy::from_word)?,
-            spill_set_bytes: self.size(
-                Key::SsdSpillSet,
-                dram_bytes / 2,
-                PAGE_BYTES_MIN,
-                dram_bytes,
-            )?,
             write_in_flight_bytes: self.size(Key::SsdWriteInFlight, 2 * MIB, 256 * KIB, 8 * MIB)?,
             paths,
         };

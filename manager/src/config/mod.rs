@@ -107,8 +107,6 @@ pub struct SsdConfig {
     pub engine: SsdEngine,
     /// Which pages are written.
     pub spill: SpillPolicy,
-    /// Bytes of saved pages that may wait for their write.
-    pub spill_set_bytes: u64,
     /// Bytes that the kernel may be writing to one file at a time.
     pub write_in_flight_bytes: u64,
 }

@@ -69,7 +69,6 @@ impl Config {
             Key::SsdDirect => word(if ssd?.direct { "on" } else { "off" }),
             Key::SsdEngine => word(ssd?.engine.as_str()),
             Key::SsdSpill => word(ssd?.spill.as_str()),
-            Key::SsdSpillSet => size(ssd?.spill_set_bytes),
             Key::SsdWriteInFlight => size(ssd?.write_in_flight_bytes),
             Key::BudgetQuery => size(self.budget.query_bytes),
             Key::BudgetSession => size(self.budget.session_bytes),

@@ -29,7 +29,6 @@ impl Core {
             let code = if expired { Code::ExpiredLease } else { Code::UnknownLease };
             return self.fail(ctx, ended, code, out);
         }
-        let ended = Completion { pages: lease.live_pages, bytes: lease.bytes, ..ended };
         lease.end = LeaseEnd::Released;
         if lease.users > 0 {
             // Its running copies end it.

@@ -455,9 +455,13 @@ impl Core {
                 self.stats.ssd_read_errors[fault.index()] += 1;
                 let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
                 self.detach_extent(page);
-                self.detach_slot(page, retire, out);
+                // A tier that takes no work now may still hold the image.
+                let lost = fault != IoFault::Off;
+                if lost {
+                    self.detach_slot(page, retire, out);
+                }
                 // Without a replica it is gone, and everything behind it.
-                if self.pages[page].indexed {
+                if lost && self.pages[page].indexed {
                     self.drop_subtree(page, SpillOutcome::Failed, out);
                 }
             }
@@ -469,8 +473,12 @@ impl Core {
             self.page_arrived(now, job, position, fault, out);
         }
         let parent = self.pages.parent(page);
+        let last = self.pages[page].pins == 1;
         self.unpin(page, out);
-        self.touch_upwards(parent, 0);
+        // Whoever still holds it refreshes the chain when it lets go.
+        if last {
+            self.touch_upwards(parent, 0);
+        }
     }
 
     fn page_arrived(

@@ -40,6 +40,8 @@ pub(super) struct Page {
     pub(super) pins: u32,
     /// Copies, reads and writes that touch the extent now.
     pub(super) io: u32,
+    /// When it last became the hottest, in touches of any page.
+    pub(super) touched: u64,
     /// Number of the allocation that must not take this page.
     pub(super) guard: u64,
     /// First of the operations that wait for the read.
@@ -114,6 +116,7 @@ impl PageSlab {
             generation: 0,
             pins: 0,
             io: 0,
+            touched: 0,
             guard: 0,
             waiters: NIL,
             hits: 0,

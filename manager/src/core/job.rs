@@ -41,6 +41,8 @@ pub(super) struct Entry {
     pub(super) outcome: PageOutcome,
     pub(super) tier: Tier,
     pub(super) code: Code,
+    /// Query: a restore may end after this page.
+    pub(super) restorable: bool,
     /// Restore: the leased page, pinned until it is `None`.
     pub(super) page: Option<PageId>,
     /// Save: memory that the copy fills, owned by the job until the commit.
@@ -267,6 +269,7 @@ impl Entry {
             outcome: PageOutcome::None,
             tier: Tier::None,
             code: Code::None,
+            restorable: false,
             page: None,
             extent: None,
             checksum: 0,

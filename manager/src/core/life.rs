@@ -156,7 +156,9 @@ impl Core {
 
     /// Makes one page the hottest of every list that it belongs to.
     pub(super) fn touch(&mut self, page: PageId) {
-        let found = &self.pages[page];
+        self.touches += 1;
+        let found = &mut self.pages[page];
+        found.touched = self.touches;
         if found.pins > 0 {
             return;
         }
@@ -176,7 +178,8 @@ impl Core {
     /// Puts a page right below its nearest ancestor in every list that it belongs to: as hot as can
     /// be without a walk to the root. Callers touch the whole chain when they are done with it.
     pub(super) fn place(&mut self, page: PageId) {
-        let found = &self.pages[page];
+        let found = &mut self.pages[page];
+        found.touched = self.touches;
         if found.pins > 0 {
             return;
         }

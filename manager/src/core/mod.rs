@@ -42,7 +42,7 @@ mod view;
 use orbitkv_shm_protocol::ids::{OperationId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
 use orbitkv_shm_protocol::record::{
-    Code, Completion, PageEntry, Request, RequestBody, RequestKind, Status,
+    Code, Completion, PageEntry, PageResult, Request, RequestBody, RequestKind, Status,
 };
 
 use admission::Budget;
@@ -112,6 +112,10 @@ pub struct CoreConfig {
     pub hash_seed: u64,
     /// Most namespaces of an epoch.
     pub namespaces_max: usize,
+    /// Most namespaces and sets that one session may define.
+    pub scopes_per_session_max: usize,
+    /// Most regions of one session at a time.
+    pub regions_per_session_max: usize,
     /// Emit [`Effect::Dropped`].
     pub report_drops: bool,
 }
@@ -140,6 +144,8 @@ impl CoreConfig {
             spill_policy: SpillPolicy::All,
             hash_seed: 0x6f72_6269_746b_7600,
             namespaces_max: 4096,
+            scopes_per_session_max: 1024,
+            regions_per_session_max: 256,
             report_drops: false,
         }
     }
@@ -166,6 +172,10 @@ pub struct Core {
     spill_bytes: u64,
     pinned_bytes: u64,
     draining_bytes: u64,
+    /// Counts touches: the only notion of age that pages of different sizes share.
+    touches: u64,
+    /// No region is looked at for another slot size before so many touches.
+    reclaim_after: u64,
     /// Numbers the allocations whose own pages must not be evicted for them.
     guard: u64,
     /// Sessions whose last lease ended through somebody else: their drains may end.
@@ -189,7 +199,7 @@ impl Core {
             pages: PageSlab::default(),
             index: Index::new(config.hash_seed),
             extents: Extents::new(&config.arena_bytes),
-            slots: Slots::new(&config.devices, config.last_generation + 1),
+            slots: Slots::new(&config.devices, config.last_generation.saturating_add(1)),
             namespaces: Namespaces::default(),
             sessions: Sessions::default(),
             leases: Leases::new(),
@@ -201,6 +211,8 @@ impl Core {
             spill_bytes: 0,
             pinned_bytes: 0,
             draining_bytes: 0,
+            touches: 0,
+            reclaim_after: 0,
             guard: 0,
             rested: Vec::new(),
             next_deadline: Nanos::MAX,
@@ -434,7 +446,8 @@ impl Core {
         if !silent && !abandoned {
             let results = job.entries.iter().map(|entry| {
                 let (outcome, tier, code) = (entry.outcome, entry.tier, entry.code);
-                orbitkv_shm_protocol::record::PageResult::new(operation, outcome, tier, code)
+                let result = PageResult::new(operation, outcome, tier, code);
+                PageResult { restorable: entry.restorable.into(), ..result }
             });
             out.results.extend(results);
         }

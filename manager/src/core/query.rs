@@ -133,6 +133,7 @@ impl Core {
         let ceiling = found.cut_to(found.len, self.budget.ceiling(speculative));
         let now_fits = found.bytes(ceiling) <= available && !self.leases.is_full();
         let len = match mode {
+            QueryMode::Candidate if self.leases.is_full() => 0,
             QueryMode::Candidate => found.cut_to(ceiling, available),
             QueryMode::Speculative if !now_fits => {
                 self.stats.queries_skipped += 1;
@@ -140,9 +141,9 @@ impl Core {
                 return self.fail(ctx, ended, Code::OverBudget, out);
             }
             QueryMode::Demand if ceiling > 0 && (!now_fits || queued_behind) => {
-                let found_len = found.len;
+                let bytes = found.bytes(ceiling);
                 self.recycle(found);
-                return self.wait_for_budget(ctx, &ended, scope, pages, found_len, out);
+                return self.wait_for_budget(ctx, &ended, scope, pages, bytes, out);
             }
             _ => ceiling,
         };
@@ -217,6 +218,7 @@ impl Core {
             entry.outcome = PageOutcome::from_raw(result.outcome).unwrap_or(PageOutcome::None);
             entry.tier = Tier::from_raw(result.tier).unwrap_or(Tier::None);
             entry.code = Code::from_raw(result.code).unwrap_or(Code::None);
+            entry.restorable = result.restorable != 0;
             job.entries.push(entry);
         }
     }
@@ -243,12 +245,12 @@ impl Core {
         ended: &Completion,
         scope: ScopeId,
         pages: &[PageEntry],
-        found: u32,
+        bytes: u64,
         out: &mut Effects,
     ) {
         let reference = self.open_job(ctx, ended, Stage::Wait { scope });
         if let Some(job) = self.jobs.get_mut(reference) {
-            job.found = found;
+            job.bytes = bytes;
             job.entries.extend(pages.iter().map(|entry| {
                 let state =
                     if entry.is_anchor() { EntryState::Anchor } else { EntryState::Pending };
@@ -310,13 +312,24 @@ impl Core {
             return Turn::Served;
         };
         let Stage::Wait { scope } = job.stage else { return Turn::Nothing };
+        // What it needed last time has to be there before its pages are looked up again.
+        let room = self.budget.session_limit.saturating_sub(leased);
+        if job.bytes > room {
+            return Turn::SessionFull;
+        }
+        if job.bytes > self.budget.total.available() {
+            return Turn::TotalFull;
+        }
         let skip = usize::from(job.entries.first().is_some_and(|e| e.state == EntryState::Anchor));
         let hashes: Vec<PageEntry> =
             job.entries.iter().map(|entry| PageEntry::page(entry.hash, 0)).collect();
         let Some(found) = self.lookup(id, scope, &hashes[skip..]) else { return Turn::Nothing };
         let len = found.cut_to(found.len, self.budget.ceiling(false));
         let bytes = found.bytes(len);
-        if bytes > self.budget.session_limit.saturating_sub(leased) {
+        if let Some(job) = self.jobs.get_mut(reference) {
+            job.bytes = bytes;
+        }
+        if bytes > room {
             self.recycle(found);
             return Turn::SessionFull;
         }
@@ -359,7 +372,8 @@ impl Core {
         };
         let mut room = self.budget.speculative.available();
         let reference = self.jobs.open();
-        let (mut bytes, mut accepted) = (0, 0);
+        // One page of every rank is one page of the prompt.
+        let (mut bytes, mut accepted, mut counted) = (0, 0, None);
         'pages: for position in 0..found.len {
             for (number, member) in found.members.iter().enumerate() {
                 let Some(page) = found.at(position, number) else { continue };
@@ -375,7 +389,9 @@ impl Core {
                 }
                 room -= cost;
                 bytes += cost;
-                accepted += 1;
+                if counted.replace(position) != Some(position) {
+                    accepted += 1;
+                }
                 self.pin(page);
                 if let Some(job) = self.jobs.get_mut(reference) {
                     job.fill.push(FillPage { page, position });
@@ -607,6 +623,7 @@ impl Core {
                 if entry.tier == Tier::Dram { dram += 1 } else { ssd += 1 }
             } else {
                 entry.outcome = PageOutcome::Miss;
+                entry.restorable = false;
                 entry.tier = Tier::None;
                 entry.code = stop.map_or(Code::Absent, |stop| stop.code);
             }

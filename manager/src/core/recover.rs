@@ -45,6 +45,10 @@ impl Core {
         let mut path = Vec::new();
         for (at, namespace) in namespaces.iter().enumerate() {
             let Some(namespace) = *namespace else { continue };
+            if by_key.get(&(namespace, recovered[at].image.hash.0)) != Some(&at) {
+                // An older image of a key that has a newer one.
+                continue;
+            }
             // Up to the first decided ancestor, then down again.
             let (mut next, mut whole) = (Some(at), true);
             path.clear();
@@ -71,40 +75,36 @@ impl Core {
                 }
             }
             for &index in path.iter().rev() {
+                // What cannot be taken over takes its descendants with it.
+                whole = whole && self.take_over(namespace, &recovered[index]);
                 states[index] = if whole { State::Kept } else { State::Dropped };
-                if whole {
-                    self.take_over(namespace, &recovered[index]);
-                } else {
-                    self.stats.recovered_dropped += 1;
-                }
             }
         }
+        let kept = states.iter().filter(|state| **state == State::Kept).count() as u64;
+        self.stats.recovered_pages += kept;
+        self.stats.recovered_dropped += recovered.len() as u64 - kept;
         self.slots.settle();
         self.refresh_recovered(&recovered, &namespaces);
         out.clear();
     }
 
-    fn take_over(&mut self, namespace: NamespaceId, recovered: &RecoveredPage) {
+    /// Makes a page of what is in a slot. False when two footers claim it or it is retired.
+    fn take_over(&mut self, namespace: NamespaceId, recovered: &RecoveredPage) -> bool {
         let image = &recovered.image;
         let parent = image.parent.and_then(|parent| self.find(namespace, &parent));
-        if self.find(namespace, &image.hash).is_some() {
-            return;
-        }
         let page = self.insert_page(namespace, image.hash, parent);
         if !self.slots.occupy(recovered.slot, page) {
-            // Two footers claim one slot, or it is retired: not a page after all.
             self.pages.orphan(page);
             self.index.remove(&mut self.pages, page);
             self.namespaces.get_mut(namespace).pages.remove(&mut self.pages, page);
             self.pages.remove(page);
-            self.stats.recovered_dropped += 1;
-            return;
+            return false;
         }
         self.pages[page].slot = Some(recovered.slot);
         self.pages[page].generation = image.generation;
         self.pages[page].slot_checksum = image.checksum;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
-        self.stats.recovered_pages += 1;
+        true
     }
 
     /// Oldest generations coldest, parents hotter than their children.

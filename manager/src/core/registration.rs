@@ -12,10 +12,9 @@ use super::{Core, UNIT_BYTES};
 
 /// Smallest page image, in bytes.
 pub(super) const PAGE_BYTES_MIN: u64 = UNIT_BYTES;
-/// Most scopes of one session.
-pub(super) const SCOPES_PER_SESSION_MAX: usize = 1024;
-/// Most regions that one session may ever register.
-pub(super) const REGIONS_PER_SESSION_MAX: usize = 1024;
+/// Most regions that one session may register in its life, ended ones included: their ids are not
+/// used again.
+const REGION_IDS_MAX: usize = 1 << 20;
 
 /// Why a registration was refused. Nothing changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -45,6 +44,10 @@ pub enum CoreRefusal {
     BadSet { members: usize },
     #[error("{what} limit of {limit} is reached")]
     LimitReached { what: &'static str, limit: usize },
+    #[error(
+        "footers on SSD give pages of this namespace {found_bytes} bytes instead of {page_bytes}: the file is damaged, start with another"
+    )]
+    ForeignImages { page_bytes: u64, found_bytes: u32 },
     #[error("region has 0 pages")]
     NoPages,
     #[error("a region belongs to one namespace, scope {0} is a set")]
@@ -58,6 +61,7 @@ impl CoreRefusal {
             Self::PageSize { .. } | Self::TooLargeForTier { .. } => Refusal::TooLarge,
             Self::LimitReached { .. } => Refusal::LimitReached,
             Self::UnknownSession => Refusal::OutOfOrder,
+            Self::ForeignImages { .. } => Refusal::LayoutConflict,
             _ => Refusal::BadMessage,
         }
     }
@@ -97,14 +101,21 @@ impl Core {
         }
         let found = self.sessions.get_mut(session).filter(|session| !session.closing);
         let found = found.ok_or(CoreRefusal::UnknownSession)?;
-        let limit = SCOPES_PER_SESSION_MAX;
+        let limit = self.config.scopes_per_session_max;
         if found.scopes.len() >= limit {
             return Err(CoreRefusal::LimitReached { what: "scope", limit });
         }
         let fingerprint = namespace_fingerprint(spec);
         let limit = self.config.namespaces_max;
-        if self.namespaces.find(&fingerprint).is_none() && self.namespaces.len() >= limit {
-            return Err(CoreRefusal::LimitReached { what: "namespace", limit });
+        match self.namespaces.find(&fingerprint) {
+            None if self.namespaces.len() >= limit => {
+                return Err(CoreRefusal::LimitReached { what: "namespace", limit });
+            }
+            Some(known) if self.namespaces.get(known).image_bytes != image_bytes => {
+                let found_bytes = self.namespaces.get(known).image_bytes;
+                return Err(CoreRefusal::ForeignImages { page_bytes, found_bytes });
+            }
+            _ => {}
         }
         let dependency = Some(spec.dependency);
         let label = namespace_label(spec);
@@ -129,7 +140,7 @@ impl Core {
         if members.is_empty() || members.len() > SCOPE_MEMBERS_MAX {
             return Err(bad);
         }
-        let limit = SCOPES_PER_SESSION_MAX;
+        let limit = self.config.scopes_per_session_max;
         if found.scopes.len() >= limit {
             return Err(CoreRefusal::LimitReached { what: "scope", limit });
         }
@@ -169,8 +180,9 @@ impl Core {
             Some(Scope::Set(_)) => return Err(CoreRefusal::RegionOfSet(scope.0)),
             None => return Err(CoreRefusal::UnknownScope(scope.0)),
         };
-        let limit = REGIONS_PER_SESSION_MAX;
-        if found.regions.len() >= limit {
+        let limit = self.config.regions_per_session_max;
+        let live = found.regions.iter().flatten().count();
+        if live >= limit || found.regions.len() >= REGION_IDS_MAX {
             return Err(CoreRefusal::LimitReached { what: "region", limit });
         }
         let region = Region { namespace, device_pages, users: 0, ending: None };
@@ -185,11 +197,5 @@ impl Core {
             Scope::One(namespace) => Some(self.namespaces.get(*namespace).image_bytes),
             Scope::Set(_) => None,
         }
-    }
-
-    /// Bytes of a page image of a registered region.
-    pub fn region_image_bytes(&self, session: SessionId, region: RegionId) -> Option<u32> {
-        let region = self.sessions.get(session)?.regions.get(region.0 as usize)?.as_ref()?;
-        Some(self.namespaces.get(region.namespace).image_bytes)
     }
 }

@@ -240,7 +240,8 @@ impl Core {
             if entry.outcome == PageOutcome::Restored {
                 self.stats.pages_restored += 1;
                 self.stats.pages_restored_dram += u64::from(entry.tier == Tier::Dram);
-                self.stats.bytes_restored += found.extent.map_or(0, |e| u64::from(e.bytes));
+                let image_bytes = self.namespaces.get(found.namespace).image_bytes;
+                self.stats.bytes_restored += u64::from(image_bytes);
             }
             if entry.tier == Tier::Ssd {
                 let bytes = found.extent.map_or(0, |extent| u64::from(extent.bytes));
@@ -276,9 +277,11 @@ impl Core {
         else {
             return;
         };
+        if job.copies > 0 || reading > 0 {
+            return;
+        }
         let pending = |entry: &Entry| entry.state != EntryState::Ended;
-        let unfinished = job.entries.iter().any(pending);
-        if job.copies > 0 || reading > 0 || (unfinished && job.stop.is_none()) {
+        if job.stop.is_none() && job.entries.iter().any(pending) {
             return;
         }
         // One that was stopped too late has done all that was asked, as its done word says.

@@ -200,7 +200,7 @@ impl Core {
         self.pages[page].checksum = checksum;
         entries[at].end(PageOutcome::Stored, Code::None);
         entries[at].tier = Tier::Dram;
-        self.stats.bytes_saved += u64::from(extent.bytes);
+        self.stats.bytes_saved += u64::from(self.namespaces.get(namespace).image_bytes);
         // The end of the save makes the chain the hottest; until then no page may be hotter than
         // its parent.
         self.place(page);

@@ -1,6 +1,6 @@
 //! Sessions: credits, scopes, regions and what each session still owns.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::record::PageRange;
@@ -128,8 +128,8 @@ impl Session {
 /// All sessions of this epoch, by number.
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
-    table: Vec<Option<Box<Session>>>,
-    live: usize,
+    /// In the order of their numbers, which are never used again.
+    table: BTreeMap<u32, Session>,
     /// Sessions with waiting queries, in the order in which they are served next.
     pub(super) turn: VecDeque<SessionId>,
     /// The first in turn waits for bytes of the total: nobody overtakes it.
@@ -138,38 +138,28 @@ pub(super) struct Sessions {
 
 impl Sessions {
     pub(super) fn open(&mut self, id: SessionId, session: Session) {
-        let index = id.0 as usize;
-        if self.table.len() <= index {
-            self.table.resize_with(index + 1, || None);
-        }
-        debug_assert!(self.table[index].is_none());
-        self.table[index] = Some(Box::new(session));
-        self.live += 1;
+        let before = self.table.insert(id.0, session);
+        debug_assert!(before.is_none());
     }
 
     pub(super) fn close(&mut self, id: SessionId) {
-        if let Some(slot) = self.table.get_mut(id.0 as usize)
-            && slot.take().is_some()
-        {
-            self.live -= 1;
-        }
+        self.table.remove(&id.0);
     }
 
     pub(super) fn get(&self, id: SessionId) -> Option<&Session> {
-        self.table.get(id.0 as usize)?.as_deref()
+        self.table.get(&id.0)
     }
 
     pub(super) fn get_mut(&mut self, id: SessionId) -> Option<&mut Session> {
-        self.table.get_mut(id.0 as usize)?.as_deref_mut()
+        self.table.get_mut(&id.0)
     }
 
-    pub(super) const fn len(&self) -> usize {
-        self.live
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (SessionId, &Session)> {
-        let numbered = self.table.iter().enumerate();
-        numbered.filter_map(|(i, s)| Some((SessionId(i as u32), s.as_deref()?)))
+        self.table.iter().map(|(id, session)| (SessionId(*id), session))
     }
 
     /// Whether a session of `engine` other than closing ones is attached.

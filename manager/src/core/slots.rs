@@ -268,18 +268,16 @@ impl Slots {
         }
     }
 
-    /// The region of another slot size whose coldest page is coldest, as the pages to evict from
-    /// it, when every one of them may go. Used only when `slot_bytes` has no slot at all.
+    /// A region of another slot size that a slot of `slot_bytes` fits into, as the pages to evict
+    /// from it, when every one of them may go. Of each size only the region of its coldest page is
+    /// looked at.
     pub(super) fn reclaimable_region(
         &self,
         pages: &PageSlab,
         slot_bytes: u32,
         mut evictable: impl FnMut(PageId) -> bool,
     ) -> Option<(u16, u32, Vec<PageId>)> {
-        if self.classes.iter().any(|class| class.slot_bytes == slot_bytes && class.used > 0) {
-            return None;
-        }
-        for class in &self.classes {
+        for class in self.classes.iter().filter(|class| class.slot_bytes != slot_bytes) {
             let mut next = class.recency.coldest();
             let mut slot = None;
             for _ in 0..RECLAIM_PROBES_MAX {

@@ -27,6 +27,8 @@ pub enum SpillPolicy {
 const SPILL_PROBES_MAX: usize = 128;
 /// Children looked at to see whether one of them needs its parent's slot.
 const CHILDREN_PROBES_MAX: usize = 64;
+/// Touches between two searches for a region that a full slot size could have.
+const RECLAIM_RETRY_TOUCHES: u64 = 256;
 /// Pages of a region and their descendants that may be given up for another slot size.
 const RECLAIM_PAGES_MAX: usize = 1 << 16;
 
@@ -149,8 +151,8 @@ impl Core {
         true
     }
 
-    /// A slot for `page`: a free one, else that of the coldest page of its size, else a region of
-    /// another size.
+    /// A slot for `page`: a free one, else one of a colder region of another size, else that of the
+    /// coldest page of its size.
     fn take_slot(&mut self, page: PageId, bytes: u32, out: &mut Effects) -> Option<Slot> {
         loop {
             if let Some(allocation) = self.slots.allocate(bytes) {
@@ -160,23 +162,45 @@ impl Core {
                 }
                 return Some(allocation.slot);
             }
-            if let Some(victim) = self.slot_victim(page, bytes) {
-                self.evict_slot(victim, out);
+            let victim = self.slot_victim(page, bytes);
+            if self.reclaim_colder(page, victim, bytes, out) {
                 continue;
             }
-            let mut looks = RECLAIM_PAGES_MAX;
-            let evictable = |page: PageId| self.subtree_may_go(page, &mut looks);
-            let (device, region, residents) =
-                self.slots.reclaimable_region(&self.pages, bytes, evictable)?;
-            for resident in residents {
-                if self.slot_may_go(resident) {
-                    self.evict_slot(resident, out);
-                } else if self.pages[resident].slot.is_some() {
-                    self.drop_subtree(resident, SpillOutcome::EvictedUnwritten, out);
-                }
-            }
-            self.slots.release_region(device, region);
+            self.evict_slot(victim?, out);
         }
+    }
+
+    /// Gives a region of another slot size up, when all of it has been cold for longer than the
+    /// page that wants a slot and than the one that would lose its own. True when it did.
+    fn reclaim_colder(
+        &mut self,
+        page: PageId,
+        victim: Option<PageId>,
+        bytes: u32,
+        out: &mut Effects,
+    ) -> bool {
+        if victim.is_some() && self.touches < self.reclaim_after {
+            return false;
+        }
+        self.reclaim_after = self.touches + RECLAIM_RETRY_TOUCHES;
+        let of_victim = victim.map_or(u64::MAX, |victim| self.pages[victim].touched);
+        let before = of_victim.min(self.pages[page].touched);
+        let mut looks = RECLAIM_PAGES_MAX;
+        let evictable = |page: PageId| {
+            self.pages[page].touched < before && self.subtree_may_go(page, &mut looks)
+        };
+        let found = self.slots.reclaimable_region(&self.pages, bytes, evictable);
+        let Some((device, region, residents)) = found else { return false };
+        for resident in residents {
+            if self.slot_may_go(resident) {
+                self.evict_slot(resident, out);
+            } else if self.pages[resident].slot.is_some() {
+                self.drop_subtree(resident, SpillOutcome::EvictedUnwritten, out);
+            }
+        }
+        self.slots.release_region(device, region);
+        self.reclaim_after = self.touches;
+        true
     }
 
     /// The coldest page whose slot may go: never an ancestor of the page to be written.

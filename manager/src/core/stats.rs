@@ -81,7 +81,6 @@ pub struct Stats {
     pub ssd_pages_read: u64,
     pub ssd_read_errors: [u64; IoFault::LABELS.len()],
     pub ssd_write_errors: [u64; IoFault::LABELS.len()],
-    pub ssd_write_queue_full: u64,
     pub slots_retired: u64,
     pub leases_granted: u64,
     /// By [`LeaseEnd`].

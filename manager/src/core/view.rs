@@ -52,8 +52,6 @@ pub struct NamespaceView<'a> {
     pub page_bytes: u64,
     pub dram_pages: u64,
     pub ssd_pages: u64,
-    /// It was forgotten and has had no page since.
-    pub forgotten: bool,
 }
 
 /// What an administrative eviction did.
@@ -211,11 +209,10 @@ impl Core {
             page_bytes: namespace.image_bytes.into(),
             dram_pages: namespace.dram_pages,
             ssd_pages: namespace.ssd_pages,
-            forgotten: namespace.forgets > 0 && namespace.pages.is_empty(),
         })
     }
 
-    /// Whether a session still has the region.
+    /// Whether a session still has the region and may use it.
     pub fn has_region(&self, session: SessionId, region: RegionId) -> bool {
         self.sessions.get(session).is_some_and(|session| session.region(region).is_some())
     }

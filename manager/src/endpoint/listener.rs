@@ -1,9 +1,11 @@
 //! The socket file: one Manager a socket, modes that no umask changes, visible only when ready.
 //!
 //! [`Claim::take`] makes the default folder and takes the lock; [`Claim::listen`] binds the socket
-//! under a name of its own; [`SocketFile::publish`] renames it into place. The lock file is never
-//! removed: whoever removed it would let two Managers hold two locks of one name. The pid in it is
-//! for messages; only the lock says who lives.
+//! under a name of its own; [`SocketFile::publish`] renames it into place. The lock file of a socket
+//! that was ever served is never removed: whoever removed it without holding it would let two
+//! Managers hold two locks of one name. A start that fails takes away the one it made, while it
+//! holds it: whoever opened it meanwhile finds that the name has another file, or none, and tries
+//! again. The pid in it is for messages; only the lock says who lives.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -122,6 +124,8 @@ pub struct Claim {
     modes: Modes,
     /// Holds the lock.
     _lock: File,
+    /// We made the lock file and nobody was served yet.
+    fresh: bool,
 }
 
 impl Claim {
@@ -153,8 +157,14 @@ impl Claim {
             Ok(_) | Err(Errno::NOENT) => {}
             Err(errno) => return Err(ListenError::system("lstat", &socket)(errno)),
         }
+        let absent = identity(&lock_path(&socket)) == Err(Errno::NOENT);
         let lock = take_lock(&socket, modes)?;
-        Ok(Self { socket, modes, _lock: lock })
+        Ok(Self { socket, modes, _lock: lock, fresh: absent })
+    }
+
+    /// The lock file, if this start made it.
+    pub fn fresh_lock(&self) -> Option<PathBuf> {
+        self.fresh.then(|| lock_path(&self.socket))
     }
 
     /// Binds the socket under a name of its own; clients find it after [`SocketFile::publish`].
@@ -205,6 +215,14 @@ impl Claim {
     }
 }
 
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some(lock) = self.fresh_lock() {
+            let _ = rustix::fs::unlink(lock);
+        }
+    }
+}
+
 /// The socket's name. Removed when dropped, if it is still ours; the lock goes with it.
 #[derive(Debug)]
 pub struct SocketFile {
@@ -226,6 +244,7 @@ impl SocketFile {
         rustix::fs::rename(&self.at, &self.claim.socket)
             .map_err(ListenError::system("rename", &self.at))?;
         self.at.clone_from(&self.claim.socket);
+        self.claim.fresh = false;
         Ok(stale)
     }
 

@@ -45,6 +45,7 @@ use rustix::event::EventfdFlags;
 pub use import::HostImporter;
 pub use listener::{Claim, LOCK_RETRY_MAX, ListenError, Listener, SocketFile};
 pub use liveness::{Access, Peer};
+pub(crate) use quarantine::Limiter;
 pub use quarantine::{CloseCause, EndpointCounters, LOG_INTERVAL, REFUSAL_LABELS, refusal_index};
 pub use session::EVICT_TIMEOUT_MAX;
 

@@ -7,12 +7,15 @@ use std::time::Duration;
 use orbitkv_shm_protocol::bootstrap::message::Refusal;
 use orbitkv_shm_protocol::bootstrap::peer::PeerCredentials;
 use orbitkv_shm_protocol::ids::SessionId;
+use orbitkv_shm_protocol::telemetry::RefuseReason;
 
 use crate::clock::nanos_of;
 use crate::core::Nanos;
 
-/// One line of each cause in this time; the next one says how many were left out.
+/// Lines that peers cause are bounded in this time; the next one says how many were left out.
 pub const LOG_INTERVAL: Duration = Duration::from_secs(1);
+/// Sessions that come, and that go, in [`LOG_INTERVAL`] with a line of their own.
+const SESSION_LINES_MAX: u32 = 16;
 
 /// Why a connection, and with it its session, ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
@@ -73,6 +76,18 @@ impl CloseCause {
         self as usize
     }
 
+    /// Why a connection that ends so was turned away, if it never became a session and none of
+    /// its messages was refused before. `None`: it left by itself, or with the Manager.
+    const fn turned_away(self) -> Option<RefuseReason> {
+        match self {
+            Self::Disconnected | Self::PeerDied | Self::Stopping => None,
+            Self::NotAllowed => Some(RefuseReason::NotAllowed),
+            Self::Crowded => Some(RefuseReason::LimitReached),
+            Self::SocketFault => Some(RefuseReason::NoResources),
+            _ => Some(RefuseReason::BadMessage),
+        }
+    }
+
     /// Whether the peer did what no correct client does.
     const fn is_fault(self) -> bool {
         !matches!(self, Self::Disconnected | Self::PeerDied | Self::Stopping)
@@ -109,6 +124,9 @@ pub struct EndpointCounters {
     pub closed: [AtomicU64; CloseCause::LABELS.len()],
     /// Messages refused, by [`REFUSAL_LABELS`].
     pub refused: [AtomicU64; REFUSAL_LABELS.len()],
+    /// Connections that ended without ever having been a session, by [`RefuseReason`]. Those that
+    /// left by themselves are not among them.
+    pub turned_away: [AtomicU64; RefuseReason::ALL.len()],
 }
 
 /// Counts, and logs without letting a peer fill the disk.
@@ -117,15 +135,30 @@ pub(super) struct Quarantine {
     counters: Arc<EndpointCounters>,
     closed: [Limiter; CloseCause::LABELS.len()],
     refused: [Limiter; REFUSAL_LABELS.len()],
+    attached: Limiter,
 }
 
 impl Quarantine {
     pub(super) fn new(counters: Arc<EndpointCounters>) -> Self {
-        Self { counters, closed: Default::default(), refused: Default::default() }
+        let mut closed: [Limiter; CloseCause::LABELS.len()] = Default::default();
+        for cause in [CloseCause::Disconnected, CloseCause::PeerDied, CloseCause::Stopping] {
+            closed[cause.index()] = Limiter::of(SESSION_LINES_MAX);
+        }
+        let attached = Limiter::of(SESSION_LINES_MAX);
+        Self { counters, closed, refused: Default::default(), attached }
     }
 
     pub(super) fn counters(&self) -> &EndpointCounters {
         &self.counters
+    }
+
+    /// A connection became a session.
+    pub(super) fn attached(&mut self, now: Nanos, peer: PeerCredentials, session: SessionId) {
+        self.counters.sessions.fetch_add(1, Ordering::Relaxed);
+        if let Some(suppressed) = self.attached.admit(now) {
+            let (pid, uid) = (peer.pid, peer.uid);
+            tracing::info!(session = session.0, pid, uid, suppressed, "session attached");
+        }
     }
 
     /// A message was refused; the connection may go on.
@@ -147,17 +180,28 @@ impl Quarantine {
         }
     }
 
-    /// A connection ended.
+    /// A connection ended; `refused` is why its last message was, if it was.
     pub(super) fn closed(
         &mut self,
         now: Nanos,
         peer: Option<PeerCredentials>,
         session: Option<SessionId>,
+        refused: Option<Refusal>,
         cause: CloseCause,
     ) {
         let index = cause.index();
         self.counters.closed[index].fetch_add(1, Ordering::Relaxed);
-        if session.is_none() && !cause.is_fault() {
+        if session.is_none() {
+            let reason = refused.map(RefuseReason::of).or_else(|| cause.turned_away());
+            if let Some(reason) = reason {
+                self.counters.turned_away[reason as usize].fetch_add(1, Ordering::Relaxed);
+            }
+            if !cause.is_fault() {
+                return;
+            }
+        }
+        // What a peer did to its rings the reactor has said already.
+        if cause == CloseCause::RingFault {
             return;
         }
         let Some(suppressed) = self.closed[index].admit(now) else { return };
@@ -175,22 +219,41 @@ fn who(peer: Option<PeerCredentials>) -> (Option<u32>, Option<u32>) {
     (peer.map(|peer| peer.pid), peer.map(|peer| peer.uid))
 }
 
-/// One line in [`LOG_INTERVAL`].
-#[derive(Clone, Copy, Debug, Default)]
-struct Limiter {
-    /// When the next line may be written.
+/// So many lines in [`LOG_INTERVAL`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limiter {
+    lines_max: u32,
+    /// Lines in the interval that runs.
+    lines: u32,
+    /// When it ends.
     next: Nanos,
     suppressed: u64,
 }
 
+impl Default for Limiter {
+    /// One line.
+    fn default() -> Self {
+        Self::of(1)
+    }
+}
+
 impl Limiter {
+    /// At most `lines_max` lines.
+    pub(crate) const fn of(lines_max: u32) -> Self {
+        Self { lines_max, lines: 0, next: 0, suppressed: 0 }
+    }
+
     /// `Some(lines left out since the last one)` when this one may be written.
-    fn admit(&mut self, now: Nanos) -> Option<u64> {
-        if now < self.next {
+    pub(crate) fn admit(&mut self, now: Nanos) -> Option<u64> {
+        if now >= self.next {
+            self.next = now.saturating_add(nanos_of(LOG_INTERVAL));
+            self.lines = 0;
+        }
+        if self.lines >= self.lines_max {
             self.suppressed += 1;
             return None;
         }
-        self.next = now.saturating_add(nanos_of(LOG_INTERVAL));
+        self.lines += 1;
         Some(std::mem::take(&mut self.suppressed))
     }
 }
@@ -236,5 +299,38 @@ mod tests {
         assert_eq!(quarantine.refused[index].admit(later - 1), None);
         assert_eq!(quarantine.refused[index].admit(later), Some(1000));
         assert_eq!(quarantine.refused[index].admit(2 * later), Some(0));
+    }
+
+    #[test]
+    fn a_burst_is_logged_up_to_its_bound() {
+        let mut limiter = Limiter::of(3);
+        let admitted: Vec<_> = (0..5).map(|now| limiter.admit(now)).collect();
+        assert_eq!(admitted, [Some(0), Some(0), Some(0), None, None]);
+        assert_eq!(limiter.admit(nanos_of(LOG_INTERVAL)), Some(2));
+    }
+
+    /// Goal: a connection that never became a session is counted by what it was told last, else by
+    /// why it was closed, and not at all when it left by itself.
+    #[test]
+    fn who_is_turned_away_is_counted_once() {
+        let counters = Arc::new(EndpointCounters::default());
+        let mut quarantine = Quarantine::new(Arc::clone(&counters));
+        let session = Some(SessionId(1));
+        for (session, refused, cause) in [
+            (None, Some(Refusal::LimitReached), CloseCause::Disconnected),
+            (None, None, CloseCause::Disconnected),
+            (None, None, CloseCause::Silent),
+            (None, Some(Refusal::OutOfOrder), CloseCause::TooManyRefusals),
+            (session, Some(Refusal::BadMessage), CloseCause::TooManyRefusals),
+            (session, None, CloseCause::SlowReader),
+        ] {
+            quarantine.closed(5, None, session, refused, cause);
+        }
+        let counted: Vec<_> =
+            counters.turned_away.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+        let mut expected = vec![0; RefuseReason::ALL.len()];
+        expected[RefuseReason::LimitReached as usize] = 1;
+        expected[RefuseReason::BadMessage as usize] = 2;
+        assert_eq!(counted, expected);
     }
 }

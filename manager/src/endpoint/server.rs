@@ -53,6 +53,8 @@ struct Connection<M> {
     deadline: Option<Nanos>,
     /// Messages that no correct client sends.
     faults: u32,
+    /// Why its last message was refused, until one is accepted.
+    refused: Option<Refusal>,
 }
 
 #[derive(Clone, Copy)]
@@ -250,7 +252,7 @@ impl<I: Importer> Server<I> {
             Err(error) => {
                 let text = error.to_string();
                 self.quarantine.refused(now, None, None, Refusal::NotAllowed, &text);
-                self.quarantine.closed(now, None, None, CloseCause::NotAllowed);
+                self.quarantine.closed(now, None, None, None, CloseCause::NotAllowed);
                 drop(send_refusal(&socket, Refusal::NotAllowed, text));
                 return;
             }
@@ -260,7 +262,7 @@ impl<I: Importer> Server<I> {
         if unattached >= UNATTACHED_MAX as usize {
             let text = format!("{UNATTACHED_MAX} connections wait to attach: try again");
             self.quarantine.refused(now, credentials, None, Refusal::LimitReached, &text);
-            self.quarantine.closed(now, credentials, None, CloseCause::Crowded);
+            self.quarantine.closed(now, credentials, None, None, CloseCause::Crowded);
             drop(send_refusal(&socket, Refusal::LimitReached, text));
             return;
         }
@@ -280,6 +282,7 @@ impl<I: Importer> Server<I> {
             barred,
             deadline: Some(now.saturating_add(nanos_of(self.settings.handshake_timeout))),
             faults: 0,
+            refused: None,
         });
     }
 
@@ -309,7 +312,8 @@ impl<I: Importer> Server<I> {
         let connection = self.connections.remove(index);
         let session = connection.dialogue.session();
         let peer = Some(connection.peer.credentials);
-        self.quarantine.closed(self.clock.now(), peer, session, cause);
+        let refused = connection.refused;
+        self.quarantine.closed(self.clock.now(), peer, session, refused, cause);
         session
     }
 

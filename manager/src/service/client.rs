@@ -1,13 +1,13 @@
 //! One attached client as the reactor sees it: rings, regions, credits.
 
-use orbitkv_shm_protocol::ids::{EngineId, RegionId};
+use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
 use orbitkv_shm_protocol::record::{BadField, Completion, PageEntry, PageResult, Request};
-use orbitkv_shm_protocol::ring::RingViolation;
+use orbitkv_shm_protocol::ring::{PushError, RingViolation};
 use orbitkv_shm_protocol::segment::ManagerSide;
 use orbitkv_shm_protocol::telemetry::SessionState;
 
-use super::{RegionHandle, stores_done_word};
+use super::{PAGES_PER_TURN, REQUESTS_PER_TURN, RegionHandle, stores_done_word};
 use crate::core::{Event, Nanos, SessionView};
 use crate::endpoint::SessionReady;
 use crate::telemetry::SessionSlot;
@@ -15,7 +15,10 @@ use crate::telemetry::mirror::SessionMirror;
 
 /// One client.
 pub(super) struct Client {
+    pub(super) session: SessionId,
     pub(super) segments: ManagerSide,
+    /// What the doorbell held when the sleep that is announced to this client began.
+    pub(super) doorbell_seen: Option<u32>,
     engine: EngineId,
     pid: u32,
     uid: u32,
@@ -27,14 +30,8 @@ pub(super) struct Client {
     completed: u64,
     last_progress_ns: Nanos,
     dirty: bool,
-}
-
-/// How a bounded drain of a request ring ended.
-pub(super) enum TakeEnd {
-    /// Empty, or the bound is reached.
-    Done,
-    /// The peer broke the protocol.
-    Fault(ClientFault),
+    /// What it was found to have done while nobody could be told.
+    pub(super) violation: Option<RingViolation>,
 }
 
 /// What the peer did.
@@ -54,7 +51,9 @@ impl Client {
             engine: ready.engine,
             pid: ready.peer.pid,
             uid: ready.peer.uid,
+            session: ready.session,
             segments: ready.segments,
+            doorbell_seen: None,
             regions: Vec::new(),
             closed: false,
             slot: None,
@@ -62,7 +61,13 @@ impl Client {
             completed: 0,
             last_progress_ns: now,
             dirty: false,
+            violation: None,
         }
+    }
+
+    /// Process and user, as they were when it attached.
+    pub(super) fn peer(&self) -> (u32, u32) {
+        (self.pid, self.uid)
     }
 
     /// Operations taken and not yet completed.
@@ -90,36 +95,40 @@ impl Client {
         (self.segments, self.regions.into_iter().flatten().collect())
     }
 
-    /// Takes up to `limit` requests and hands each over. Every byte is copied once, then judged.
+    /// Takes a bounded number of requests and hands each over. Every byte is copied once, then
+    /// judged.
     pub(super) fn take(
         &mut self,
         now: Nanos,
-        limit: u32,
         entries: &mut Vec<PageEntry>,
         mut hand_over: impl FnMut(Event<'_>),
-    ) -> TakeEnd {
-        let session = self.segments.session();
+    ) -> Result<(), ClientFault> {
+        let session = self.session;
         let epoch = self.segments.epoch();
-        let credits = self.segments.geometry().credits();
-        for _ in 0..limit {
-            let record = match self.segments.requests.pop() {
-                Ok(Some(record)) => record,
-                Ok(None) => break,
-                Err(violation) => return TakeEnd::Fault(violation.into()),
-            };
-            // A credit is back when its completion record is consumed: what is outstanding and
-            // what lies unconsumed fit into the ring together, so publishing never blocks.
-            let free = match self.segments.completions.free() {
-                Ok(free) => u64::from(free),
-                Err(violation) => return TakeEnd::Fault(violation.into()),
-            };
-            if self.outstanding() >= free {
-                return TakeEnd::Fault(ClientFault::NoCredit { credits });
+        // A credit is back when its completion record is consumed: what is outstanding and what
+        // lies unconsumed fit into the ring together, so publishing never blocks.
+        let free = u64::from(self.segments.completions.free()?);
+        let mut credits = free.saturating_sub(self.outstanding());
+        let mut pages = 0;
+        for _ in 0..REQUESTS_PER_TURN {
+            if pages >= PAGES_PER_TURN {
+                break;
             }
+            let Some(record) = self.segments.requests.pop()? else { break };
             if record.session != session.0 || record.epoch != epoch.0 {
                 let (session, epoch) = (record.session, record.epoch);
-                return TakeEnd::Fault(ClientFault::WrongAddress { session, epoch });
+                return Err(ClientFault::WrongAddress { session, epoch });
             }
+            if credits == 0 {
+                // Those of completions that were consumed since the begin of this batch.
+                let free = u64::from(self.segments.completions.free()?);
+                credits = free.saturating_sub(self.outstanding());
+                if credits == 0 {
+                    let credits = self.segments.geometry().credits();
+                    return Err(ClientFault::NoCredit { credits });
+                }
+            }
+            credits -= 1;
             self.taken += 1;
             self.last_progress_ns = now;
             match Request::decode(&record) {
@@ -128,12 +137,13 @@ impl Client {
                     if request.range.len > 0 && request.range.len <= PAGES_PER_REQUEST_MAX {
                         // A range outside of the table leaves `entries` empty, which `core` refuses.
                         let _ = self.segments.pages.read_range(request.range, entries);
+                        pages += request.range.len;
                     }
                     hand_over(Event::Requested { session, request, pages: entries });
                 }
                 Err(BadField { field, value }) => {
                     tracing::debug!(session = session.0, field, value, "malformed request");
-                    let operation = orbitkv_shm_protocol::ids::OperationId {
+                    let operation = OperationId {
                         index: record.operation_index,
                         generation: record.operation_generation,
                     };
@@ -142,7 +152,7 @@ impl Client {
             }
         }
         self.segments.requests.release();
-        TakeEnd::Done
+        Ok(())
     }
 
     /// Stages a completion: results, then the done word, then the record.
@@ -165,35 +175,44 @@ impl Client {
         {
             self.segments.done.store(completion.operation.index, 0, word);
         }
-        let (session, epoch) = (self.segments.session(), self.segments.epoch());
+        let (session, epoch) = (self.session, self.segments.epoch());
         let pushed =
             self.segments.completions.push(|sequence| completion.encode(session, epoch, sequence));
-        // Room was checked when the request was taken; a consumer index that jumped since then
-        // shows at the next request.
-        if let Err(error) = pushed {
-            tracing::debug!(session = session.0, %error, "completion not published");
+        match pushed {
+            Ok(()) => self.dirty = true,
+            Err(PushError::Violation(violation)) => self.violation = Some(violation),
+            // Room was checked when the request was taken.
+            Err(PushError::Full) => {
+                debug_assert!(false, "a completion ring without room for a credit");
+                tracing::error!(session = session.0, "bug: a completion found its ring full");
+            }
         }
-        self.dirty = true;
         self.last_progress_ns = completion.published_ns;
     }
 
     /// Publishes the batch and wakes the client once if it sleeps.
     pub(super) fn flush(&mut self) {
-        if !std::mem::replace(&mut self.dirty, false) {
-            return;
+        if std::mem::replace(&mut self.dirty, false) {
+            self.segments.completions.publish();
+            self.segments.ringer.ring();
         }
-        self.segments.completions.publish();
-        self.segments.ringer.ring();
     }
 
     /// What telemetry shows of it.
     pub(super) fn mirror(&mut self, view: Option<&SessionView>) -> SessionMirror {
         let published = self.segments.completions.published();
         let capacity = u64::from(self.segments.completions.capacity());
-        let free = self.segments.completions.free().map_or(0, u64::from);
+        let free = match self.segments.completions.free() {
+            Ok(free) => free.into(),
+            Err(violation) => {
+                // An idle client that breaks its index is found out here.
+                self.violation = Some(violation);
+                0
+            }
+        };
         let staged = self.segments.completions.position();
         SessionMirror {
-            id: self.segments.session(),
+            id: self.session,
             pid: self.pid,
             uid: self.uid,
             state: if self.closed { SessionState::Closing } else { SessionState::Attached },

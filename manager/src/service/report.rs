@@ -1,21 +1,29 @@
 //! What `core` counted, as telemetry names it.
 
+use std::sync::atomic::Ordering;
+
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::Code;
 use orbitkv_shm_protocol::telemetry::{
-    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, SpillOutcome,
-    SsdFault,
+    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, RefuseReason,
+    SpillOutcome, SsdFault,
 };
 
 use super::{Service, Storage, TABLES_INTERVAL_NS};
-use crate::core::{Gauges, Nanos, SessionView, Stats};
+use crate::core::{Gauges, Nanos, Stats};
 use crate::telemetry::Counters;
 use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
 
 impl Service {
     /// Publishes numbers every time, tables that cost a walk less often.
     pub(super) fn report(&mut self, now: Nanos) {
+        // Counters and the gauges that they sum up with, from one and the same moment.
         count(&mut self.telemetry.counters, self.core.stats());
+        measure(&mut self.telemetry.counters, &self.core.gauges());
+        for (reason, refused) in RefuseReason::ALL.iter().zip(&self.counters.turned_away) {
+            let refused = refused.load(Ordering::Relaxed);
+            self.telemetry.counters.set(Metric::SessionsRefused(*reason), refused);
+        }
         self.telemetry.counters.set(Metric::ManagerTurns, self.turns);
         if now.saturating_sub(self.tables_shown_ns) >= TABLES_INTERVAL_NS {
             self.tables_shown_ns = now;
@@ -25,9 +33,9 @@ impl Service {
     }
 
     fn show_tables(&mut self) {
-        let gauges = self.core.gauges();
-        measure(&mut self.telemetry.counters, &gauges);
-        let views: Vec<SessionView> = self.core.session_views().collect();
+        let mut views = std::mem::take(&mut self.session_views);
+        views.clear();
+        views.extend(self.core.session_views());
         let regions: u32 = views.iter().map(|view| view.regions).sum();
         let waiting = self.core.operation_views().filter(|op| op.stage == "waiting for budget");
         let waiting = waiting.count() as u64;
@@ -36,7 +44,7 @@ impl Service {
         counters.set(Metric::BudgetWaitingQueries, waiting);
         counters.set(Metric::BudgetSessionLimitBytes, self.core.session_budget_bytes());
         for client in &mut self.clients {
-            let session = client.segments.session();
+            let session = client.session;
             let mirror = client.mirror(views.iter().find(|view| view.session == session));
             let Some(slot) = &client.slot else { continue };
             self.telemetry.set_session(slot, &mirror);
@@ -44,6 +52,25 @@ impl Service {
             self.telemetry.set_operations(slot, operations_of(core, session));
             self.telemetry.set_leases(slot, leases_of(core, session));
         }
+        self.session_views = views;
+        self.cut_off_violators(self.tables_shown_ns);
+        self.show_namespaces();
+        self.show_health();
+        if let Some(storage) = &self.storage {
+            let devices = storage.mirrors(|device| self.core.device_usage(device));
+            self.telemetry.set_devices(devices);
+            self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
+        }
+    }
+
+    /// Their rows cost a sort: only when one of them changed.
+    fn show_namespaces(&mut self) {
+        let pages = || self.core.namespace_views().map(|view| (view.dram_pages, view.ssd_pages));
+        if pages().eq(self.namespaces_shown.iter().copied()) {
+            return;
+        }
+        self.namespaces_shown.clear();
+        self.namespaces_shown.extend(pages());
         let namespaces = self.core.namespace_views().map(|view| NamespaceMirror {
             name: view.label,
             dram_pages: view.dram_pages,
@@ -52,18 +79,10 @@ impl Service {
             ssd_bytes: view.ssd_pages * view.page_bytes,
         });
         self.telemetry.set_namespaces(namespaces);
-        let (dram, ssd) = self
-            .core
-            .namespace_views()
-            .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
+        let sum = |(dram, ssd), (more_dram, more_ssd)| (dram + more_dram, ssd + more_ssd);
+        let (dram, ssd) = self.namespaces_shown.iter().copied().fold((0, 0), sum);
         self.telemetry.counters.set(Metric::PoolResidentPages, dram);
         self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
-        self.show_health();
-        if let Some(storage) = &self.storage {
-            let devices = storage.mirrors(|device| self.core.device_usage(device));
-            self.telemetry.set_devices(devices);
-            self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
-        }
     }
 }
 

@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use rustix::io::Errno;
@@ -14,6 +15,10 @@ use super::format::{BLOCK_BYTES, Block};
 const TMPFS: u64 = 0x0102_1994;
 const RAMFS: u64 = 0x8584_58F6;
 const OVERLAYFS: u64 = 0x794C_7630;
+/// A killed process is gone before its last disk I/O is: only then does the kernel let go of its
+/// files. So long a start waits for that.
+const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(5);
+const DEAD_HOLDER_PAUSE: Duration = Duration::from_millis(5);
 
 /// An open SSD file, locked against every other process until it is dropped.
 #[derive(Debug)]
@@ -214,17 +219,24 @@ impl SsdFile {
         Ok(())
     }
 
+    /// Locks the file, or says who has it. Waits only for a process that is dead already.
     fn lock(&self, operation: FlockOperation) -> Result<(), SsdError> {
-        match rustix::fs::flock(&self.file, operation) {
-            Ok(()) => Ok(()),
-            Err(Errno::WOULDBLOCK) => {
-                Err(SsdError::Locked { path: self.path.clone(), holder: self.lock_holder() })
+        let end = Instant::now() + DEAD_HOLDER_WAIT;
+        loop {
+            match rustix::fs::flock(&self.file, operation) {
+                Ok(()) => return Ok(()),
+                Err(Errno::WOULDBLOCK) => {}
+                Err(errno) => return Err(io_error("flock", &self.path, 0, 0, errno)),
             }
-            Err(errno) => Err(io_error("flock", &self.path, 0, 0, errno)),
+            let holder = self.lock_holder();
+            if !holder.is_some_and(is_dead) || Instant::now() >= end {
+                return Err(SsdError::Locked { path: self.path.clone(), holder });
+            }
+            std::thread::sleep(DEAD_HOLDER_PAUSE);
         }
     }
 
-    /// Who holds the lock, as the kernel's table has it. For the message only.
+    /// Who holds the lock, as the kernel's table has it.
     fn lock_holder(&self) -> Option<u32> {
         let inode = self.file.metadata().ok()?.ino();
         let table = std::fs::read_to_string("/proc/locks").ok()?;
@@ -249,6 +261,20 @@ fn refuse_memory(file_system: u64, path: &Path) -> Result<(), SsdError> {
         _ => return Ok(()),
     };
     Err(SsdError::MemoryFileSystem { path: path.to_owned(), file_system })
+}
+
+/// Whether a process has ended. One that /proc does not show at all has.
+fn is_dead(process: u32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{process}/stat")) {
+        Ok(stat) => has_ended(&stat),
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+    }
+}
+
+/// Whether a line of /proc/PID/stat tells of a zombie: "4711 (any name) Z 1 ...".
+fn has_ended(stat: &str) -> bool {
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    matches!(state, Some('Z' | 'X'))
 }
 
 /// The process of the first FLOCK line of /proc/locks that names `inode`.
@@ -292,6 +318,15 @@ mod tests {
         assert_eq!(lock_holder_in(table, 77), Some(4711));
         assert_eq!(lock_holder_in(table, 7), None);
         assert_eq!(lock_holder_in("garbage", 7), None);
+    }
+
+    #[test]
+    fn only_a_dead_holder_is_worth_waiting_for() {
+        assert!(!is_dead(std::process::id()));
+        assert!(is_dead(u32::MAX));
+        assert!(has_ended("12 (a) R) Z 1 12"));
+        assert!(!has_ended("12 (Z) S 1 12"));
+        assert!(!has_ended(""));
     }
 
     #[test]

@@ -90,6 +90,7 @@ impl<I: Importer> Server<I> {
     }
 
     pub(super) fn send(&mut self, index: usize, message: &ManagerMessage) {
+        self.connections[index].refused = None;
         let sent = transport::send(&self.connections[index].socket, message, &[], Duration::ZERO);
         self.after_send(index, sent);
     }
@@ -145,6 +146,7 @@ impl<I: Importer> Server<I> {
         text: String,
     ) -> Result<(), TransportError> {
         let text = one_line(&text);
+        self.connections[index].refused = Some(refusal);
         let connection = &self.connections[index];
         self.quarantine.refused(
             self.clock.now(),

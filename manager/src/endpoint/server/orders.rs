@@ -2,7 +2,6 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::{ClientMessage, ManagerMessage, Refusal, Welcome};
@@ -145,8 +144,7 @@ impl<I: Importer> Server<I> {
             session_budget_bytes: self.settings.session_budget_bytes,
         });
         self.sessions.push(session);
-        self.quarantine.counters().sessions.fetch_add(1, Ordering::Relaxed);
-        tracing::info!(session = session.0, pid = peer.pid, uid = peer.uid, "session attached");
+        self.quarantine.attached(self.clock.now(), peer, session);
         let ready = SessionReady { session, engine, peer, segments };
         self.tell(EndpointEvent::SessionReady(Box::new(ready)));
         let sent = transport::send(

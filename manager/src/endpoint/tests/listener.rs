@@ -38,13 +38,43 @@ fn the_socket_appears_by_publish_only_and_goes_at_the_end_while_its_lock_file_st
 }
 
 #[test]
-fn a_start_that_fails_before_it_is_ready_leaves_no_socket() {
+fn a_start_that_fails_before_it_is_ready_leaves_nothing_that_it_made() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("m.sock");
+    drop(listen(&path));
+    assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none());
+    // A lock file that was there before stays.
+    listen(&path).0.publish().unwrap();
     drop(listen(&path));
     let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap()).collect();
     assert_eq!(left.len(), 1);
     assert_eq!(left[0].path(), lock_path(&path));
+}
+
+/// Goal: taking the lock file away never lets two Managers hold one socket. Method: starts that
+/// fail and take it away race with starts that check that they are alone.
+#[test]
+fn a_lock_that_comes_and_goes_is_held_by_one_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.sock");
+    let holders = std::sync::atomic::AtomicU32::new(0);
+    let taken = std::sync::atomic::AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..200 {
+                    let Ok(claim) = Claim::take(&socket_config(&path)) else { continue };
+                    let order = std::sync::atomic::Ordering::SeqCst;
+                    assert_eq!(holders.fetch_add(1, order), 0, "two hold the lock");
+                    taken.fetch_add(1, order);
+                    std::thread::yield_now();
+                    holders.fetch_sub(1, order);
+                    drop(claim);
+                }
+            });
+        }
+    });
+    assert!(taken.into_inner() >= 200);
 }
 
 #[test]

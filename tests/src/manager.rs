@@ -1,0 +1,342 @@
+//! A real Manager in a process of its own, on a socket and SSD file that nobody else has.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use orbitkv_shm_protocol::inspect::{self, Snapshot};
+use orbitkv_shm_protocol::telemetry::Metric;
+use rustix::process::{Pid, Signal};
+use tempfile::TempDir;
+
+/// Longest wait for something that must come. Generous: a busy machine is no failure.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Pause between two looks at something that must come.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// The setup of a Manager of this test: its programs and folders are those of the calling crate.
+#[macro_export]
+macro_rules! setup {
+    () => {
+        $crate::manager::Setup::new(
+            env!("CARGO_BIN_EXE_orbitkv-under-test"),
+            env!("CARGO_TARGET_TMPDIR"),
+        )
+    };
+}
+
+/// How to start a Manager, and the folders that outlive it. Removed when dropped.
+#[derive(Debug)]
+pub struct Setup {
+    program: PathBuf,
+    /// Of the socket: its path must be short.
+    runtime: TempDir,
+    /// Of the SSD file: on a disk.
+    disk: TempDir,
+    dram: String,
+    ssd: bool,
+    arguments: Vec<OsString>,
+    config: String,
+}
+
+impl Setup {
+    /// A Manager with 64 MiB of DRAM and no SSD tier. See [`setup!`](crate::setup).
+    ///
+    /// # Panics
+    /// When no folder can be made.
+    pub fn new(program: &str, disk: &str) -> Self {
+        Self {
+            program: program.into(),
+            runtime: tempfile::tempdir().unwrap(),
+            disk: tempfile::tempdir_in(disk).unwrap(),
+            dram: "64MiB".into(),
+            ssd: false,
+            arguments: Vec::new(),
+            config: String::new(),
+        }
+    }
+
+    /// Another pool size.
+    #[must_use]
+    pub fn dram(mut self, size: &str) -> Self {
+        self.dram = size.into();
+        self
+    }
+
+    /// An SSD tier of so many bytes.
+    #[must_use]
+    pub fn ssd(mut self, capacity: &str) -> Self {
+        self.ssd = true;
+        self.flag("--ssd-capacity", capacity)
+    }
+
+    /// One more flag of `serve`.
+    #[must_use]
+    pub fn flag(mut self, name: &str, value: &str) -> Self {
+        self.arguments.extend([name.into(), value.into()]);
+        self
+    }
+
+    /// Lines of the configuration file, for fields without a flag.
+    #[must_use]
+    pub fn config(mut self, lines: &str) -> Self {
+        self.config.push_str(lines);
+        self
+    }
+
+    /// Where the Manager listens.
+    pub fn socket(&self) -> PathBuf {
+        self.runtime.path().join("m.sock")
+    }
+
+    /// The file of the SSD tier.
+    pub fn ssd_file(&self) -> PathBuf {
+        self.disk.path().join("tier")
+    }
+
+    /// The program under test, for engine processes.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    fn log(&self) -> PathBuf {
+        self.runtime.path().join("log")
+    }
+
+    /// One call of the command line.
+    ///
+    /// # Panics
+    /// When the program cannot be run.
+    pub fn orbitkv(&self, arguments: &[&str]) -> Output {
+        Command::new(&self.program).args(arguments).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// `verify` of the stopped Manager's SSD file, which must find nothing wrong: its counts.
+    ///
+    /// # Panics
+    /// When it fails.
+    pub fn verify(&self) -> serde_json::Value {
+        let (file, json) = (self.ssd_file(), self.disk.path().join("verify.json"));
+        let output = Command::new(&self.program)
+            .args(["verify", "--ssd"])
+            .arg(file)
+            .arg("--json")
+            .arg(&json)
+            .output()
+            .unwrap();
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{words}");
+        serde_json::from_slice(&fs::read(json).unwrap()).unwrap()
+    }
+
+    /// Starts the Manager and waits until it is ready.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start(self) -> Manager {
+        let mut command = Command::new(&self.program);
+        command.args(["serve", "--stop-at-eof", "--huge-pages", "off", "--device", "host"]);
+        command.arg("--socket").arg(self.socket()).arg("--dram").arg(&self.dram);
+        if self.ssd {
+            command.arg("--ssd").arg(self.ssd_file());
+        }
+        if !self.config.is_empty() {
+            let file = self.runtime.path().join("config.toml");
+            fs::write(&file, &self.config).unwrap();
+            command.arg("--config").arg(file);
+        }
+        // A file and not a pipe: nobody reads along.
+        let log = File::options().create(true).append(true).open(self.log()).unwrap();
+        command.args(&self.arguments).env_remove("XDG_RUNTIME_DIR");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
+        let mut child = command.spawn().unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut ready = String::new();
+        stdout.read_line(&mut ready).unwrap();
+        let manager = Manager { child, stdout, setup: Some(self) };
+        assert!(ready.starts_with("ready "), "the Manager said {ready:?}");
+        manager
+    }
+}
+
+/// A Manager that runs. Killed when dropped, so also when a test fails.
+#[derive(Debug)]
+pub struct Manager {
+    child: Child,
+    stdout: BufReader<ChildStdout>,
+    /// Taken by what ends the Manager in order.
+    setup: Option<Setup>,
+}
+
+impl Manager {
+    /// How it was started.
+    ///
+    /// # Panics
+    /// Never: only the end of the Manager takes the setup.
+    pub fn setup(&self) -> &Setup {
+        self.setup.as_ref().expect("a running Manager has its setup")
+    }
+
+    /// Where it listens.
+    pub fn socket(&self) -> PathBuf {
+        self.setup().socket()
+    }
+
+    /// What the inspection tool sees now.
+    ///
+    /// # Panics
+    /// When nothing can be read.
+    pub fn inspect(&self) -> Snapshot {
+        inspect::read(&self.socket()).unwrap()
+    }
+
+    /// One series of the Manager's metrics.
+    pub fn get(&self, metric: Metric) -> u64 {
+        self.inspect().counters.get(metric)
+    }
+
+    /// Waits until what the inspection tool sees fulfils `is_so`.
+    ///
+    /// # Panics
+    /// When that never comes.
+    pub fn settle(&self, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let seen = self.inspect();
+            if is_so(&seen) && seen.manager.torn.is_empty() {
+                return seen;
+            }
+            assert!(Instant::now() < end, "never so: {what}; now {}", summary(&seen));
+            thread::sleep(PAUSE);
+        }
+    }
+
+    /// [`settle`](Self::settle) by numbers that are younger than this call: a completion may be
+    /// seen a moment before what it counts.
+    fn settle_from_now(&self, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
+        let called = Instant::now();
+        self.settle(what, |seen| {
+            // The age is rounded down.
+            let age = Duration::from_millis(seen.manager.heartbeat_age_ms + 1);
+            age < called.elapsed() && is_so(seen)
+        })
+    }
+
+    /// Waits until a counter has come to `expected`, which it must never pass.
+    ///
+    /// # Panics
+    /// When it passes or never comes.
+    pub fn counted(&self, metric: Metric, expected: u64) {
+        let seen =
+            self.settle_from_now("the counter", |seen| seen.counters.get(metric) >= expected);
+        assert_eq!(seen.counters.get(metric), expected, "{metric:?}");
+    }
+
+    /// Waits until nobody holds or waits for anything: no lease, no operation, no budget, no pin.
+    ///
+    /// # Panics
+    /// When that never comes.
+    pub fn settle_empty(&self) -> Snapshot {
+        self.settle_from_now("nothing is held", |seen| {
+            let zero = [
+                Metric::LeasesHeld,
+                Metric::LeasedBytes,
+                Metric::OperationsRunning,
+                Metric::BudgetQueryBytes,
+                Metric::BudgetSpeculativeBytes,
+                Metric::BudgetWaitingQueries,
+                Metric::PoolPinnedBytes,
+                Metric::PoolDrainingBytes,
+                Metric::SpillWaitingPages,
+            ];
+            zero.iter().all(|&metric| seen.counters.get(metric) == 0)
+        })
+    }
+
+    /// `orbitkv evict --tier dram`: what is not leased is on SSD only, or gone without a tier.
+    ///
+    /// # Panics
+    /// When it fails.
+    pub fn evict(&self) {
+        let socket = self.socket();
+        let socket = socket.to_str().unwrap();
+        let output = self.setup().orbitkv(&["evict", "--tier", "dram", "--socket", socket]);
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{words}");
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Ends it by SIGTERM, which must succeed; the setup can start the next one.
+    ///
+    /// # Panics
+    /// When it does not end in order.
+    pub fn stop(mut self) -> Setup {
+        rustix::process::kill_process(self.pid(), Signal::TERM).unwrap();
+        let mut rest = String::new();
+        self.stdout.read_to_string(&mut rest).unwrap();
+        let status = self.child.wait().unwrap();
+        let setup = self.setup.take().expect("a running Manager has its setup");
+        let log = fs::read_to_string(setup.log()).unwrap_or_default();
+        assert_eq!(status.code(), Some(0), "{log}");
+        setup
+    }
+
+    /// Ends it by SIGKILL; the setup can start the next one.
+    ///
+    /// # Panics
+    /// When it cannot be killed.
+    pub fn kill(mut self) -> Setup {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        self.setup.take().expect("a running Manager has its setup")
+    }
+}
+
+/// What a failure needs to know of a snapshot: everything but the latencies, the configuration
+/// and the many zeros.
+fn summary(seen: &Snapshot) -> String {
+    let counters = serde_json::to_value(&seen.counters).unwrap_or_default();
+    let counters = counters.as_object().into_iter().flatten();
+    let moved = counters.filter(|(_, value)| value.as_f64() != Some(0.0));
+    let moved: Vec<_> = moved.map(|(name, value)| format!("{name}={value}")).collect();
+    let Snapshot { manager, sessions, budget, operations, leases, pages, .. } = seen;
+    format!(
+        "{manager:?}\n{sessions:?}\n{budget:?}\n{operations:?}\n{leases:?}\n{pages:?}\n{}",
+        moved.join("\n")
+    )
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        let Some(setup) = self.setup.take() else { return };
+        let ended = self.child.try_wait();
+        let _killed = self.child.kill();
+        let _reaped = self.child.wait();
+        if thread::panicking() {
+            let log = fs::read_to_string(setup.log()).unwrap_or_default();
+            eprintln!("the Manager ({ended:?}) logged:\n{log}");
+        }
+    }
+}
+
+impl Drop for Setup {
+    fn drop(&mut self) {
+        remove_telemetry(self);
+    }
+}
+
+/// A killed Manager leaves its telemetry for the inspection tool; nobody starts here again.
+fn remove_telemetry(setup: &Setup) {
+    use orbitkv_shm_protocol::telemetry::{resolved_socket, segment_name};
+    let uid = rustix::process::geteuid().as_raw();
+    let name = segment_name(uid, &resolved_socket(&setup.socket()));
+    let _absent = rustix::shm::unlink(name);
+}

@@ -1,0 +1,159 @@
+//! Goal: a query over several ranks and groups hits exactly what a restore could use. Method: every
+//! subset of the pages of small namespaces against the definition of each dependency, written out.
+
+use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
+use orbitkv_shm_protocol::ids::{RegionId, ScopeId, SessionId};
+use orbitkv_shm_protocol::record::{QueryMode, Status};
+use orbitkv_tests::rig::{PAGE, generous};
+use orbitkv_tests::world::{World, chain, pages, spec};
+
+const LEN: usize = 5;
+
+struct Group {
+    dependency: DependencySpec,
+    region: RegionId,
+}
+
+/// A session with one namespace a dependency and the set of all.
+fn groups(world: &mut World, dependencies: &[DependencySpec]) -> (SessionId, ScopeId, Vec<Group>) {
+    let session = world.attach(1);
+    let mut scopes = Vec::new();
+    let mut groups = Vec::new();
+    for (group, &dependency) in dependencies.iter().enumerate() {
+        let spec = NamespaceSpec { group: group as u32, dependency, ..spec("hybrid", PAGE) };
+        let scope = world.namespace(session, &spec);
+        scopes.push(scope);
+        groups.push(Group { dependency, region: world.region(session, scope, 64) });
+    }
+    let set = world.set(session, &scopes);
+    (session, set, groups)
+}
+
+/// Whether a restore may end after `len` pages of which `there` are stored.
+fn may_end(dependency: DependencySpec, len: usize, there: u32) -> bool {
+    let needed = match dependency {
+        DependencySpec::Chain => 0..len,
+        DependencySpec::Window(pages) => len.saturating_sub(pages as usize)..len,
+        DependencySpec::State => len.saturating_sub(1)..len,
+    };
+    needed.into_iter().all(|at| there & 1 << at != 0)
+}
+
+#[test]
+fn every_subset_of_pages_gives_the_longest_restorable_length() {
+    use DependencySpec::{Chain, State, Window};
+    let sets: [&[DependencySpec]; 6] = [
+        &[Window(2)],
+        &[State],
+        &[Chain, Window(2)],
+        &[Chain, State],
+        &[Window(1), Window(3)],
+        &[Chain, Window(2), State],
+    ];
+    let whole = chain(1, LEN);
+    for dependencies in sets {
+        let mut rng = fastrand::Rng::with_seed(dependencies.len() as u64);
+        for round in 0..150 {
+            let mut world = World::new(generous(64 * PAGE), &[]);
+            world.check_every = 0;
+            let (session, set, groups) = groups(&mut world, dependencies);
+            let mut masks = Vec::new();
+            for group in &groups {
+                // A chain has a prefix, the others any subset.
+                let mask = match group.dependency {
+                    Chain => (1_u32 << rng.u32(..=LEN as u32)) - 1,
+                    _ if groups.len() == 1 => round % (1 << LEN),
+                    _ => rng.u32(..1 << LEN),
+                };
+                let stored: Vec<_> =
+                    (0..LEN).filter(|at| mask & 1 << at != 0).map(|at| whole[at]).collect();
+                world.save(session, group.region, &pages(&stored));
+                masks.push(mask);
+            }
+            world.settle();
+            let ends = |len: usize| {
+                groups.iter().zip(&masks).all(|(g, &mask)| may_end(g.dependency, len, mask))
+            };
+            let longest = (0..=LEN).rev().find(|&len| ends(len)).expect("0 always ends");
+            let query = world.query(session, set, QueryMode::Demand, &pages(&whole));
+            let ended = world.ended(session, query);
+            assert_eq!(ended.completion.pages as usize, longest, "{dependencies:?} {masks:?}");
+            for (at, result) in ended.results.iter().enumerate() {
+                let expected = at < longest && ends(at + 1);
+                assert_eq!(result.restorable, u16::from(expected), "{dependencies:?} at {at}");
+            }
+            world.core.check_laws();
+        }
+    }
+}
+
+#[test]
+fn a_window_lease_pins_and_restores_only_the_window() {
+    let mut world = World::new(generous(64 * PAGE), &[]);
+    let dependencies = [DependencySpec::Chain, DependencySpec::Window(2), DependencySpec::State];
+    let (session, set, groups) = groups(&mut world, &dependencies);
+    let whole = chain(1, LEN);
+    for group in &groups {
+        world.save(session, group.region, &pages(&whole));
+    }
+    world.settle();
+    let query = world.query(session, set, QueryMode::Demand, &pages(&whole));
+    let found = world.ended(session, query).completion;
+    assert_eq!((found.pages as usize, found.bytes), (LEN, (5 + 2 + 1) * PAGE));
+    let lease = found.lease.expect("a lease");
+    // Positions are those of the query, whatever the part begins with.
+    for (group, first) in groups.iter().zip([0, 3, 4]) {
+        let before = first > 0;
+        if before {
+            let early = world.restore(session, group.region, lease, 0, &pages(&whole[..1]), false);
+            assert_eq!(world.ended(session, early).completion.status, Status::Error);
+        }
+        let part = pages(&whole[first as usize..]);
+        let restore = world.restore(session, group.region, lease, first, &part, false);
+        world.settle();
+        assert_eq!(world.ended(session, restore).completion.status, Status::Ok);
+    }
+    assert_eq!(world.core.gauges().leases, 0);
+}
+
+#[test]
+fn sets_are_checked_when_they_are_named() {
+    let mut world = World::new(generous(64 * PAGE), &[]);
+    let session = world.attach(1);
+    let one = world.namespace(session, &spec("one", PAGE));
+    let two = world.namespace(session, &spec("two", PAGE));
+    let set = world.set(session, &[one, two]);
+    let core = &mut world.core;
+    for wrong in [&[][..], &[one, one], &[set], &[one, set], &[ScopeId(99)], &[one; 65]] {
+        assert!(core.define_set(session, wrong).is_err(), "{wrong:?}");
+    }
+    assert!(core.register_region(session, set, 4).is_err());
+    assert!(core.register_region(session, one, 0).is_err());
+    assert!(core.define_set(SessionId(99), &[one]).is_err());
+    world.close(session);
+    assert!(world.core.define_namespace(session, &spec("three", PAGE)).is_err());
+}
+
+/// Windows wider than the range, over as many pages as a request may name.
+#[test]
+fn a_gap_at_the_end_of_a_wide_window_costs_its_page_only() {
+    const PAGES: usize = 16_384;
+    let mut world = World::new(generous(3 * PAGES as u64 * PAGE), &[]);
+    world.check_every = 0;
+    let session = world.attach_with(1, 2, 65_536);
+    let whole = chain(1, PAGES);
+    let mut scopes = Vec::new();
+    for (group, gap) in [PAGES, PAGES - 1].into_iter().enumerate() {
+        let dependency = DependencySpec::Window(20_000);
+        let spec = NamespaceSpec { group: group as u32, dependency, ..spec("wide", PAGE) };
+        let scope = world.namespace(session, &spec);
+        let region = world.region(session, scope, PAGES as u32);
+        let save = world.save(session, region, &pages(&whole[..gap]));
+        world.settle();
+        assert_eq!(world.ended(session, save).completion.pages as usize, gap);
+        scopes.push(scope);
+    }
+    let set = world.set(session, &scopes);
+    let query = world.query(session, set, QueryMode::Candidate, &pages(&whole));
+    assert_eq!(world.ended(session, query).completion.pages as usize, PAGES - 1);
+}
