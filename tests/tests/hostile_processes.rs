@@ -87,7 +87,7 @@ fn a_thousand_sessions_leave_nothing_behind() {
     }
     for _ in 0..100 {
         // Gone before the answer comes.
-        transport::send(&connect(&manager.socket()), &hello(), &[], PATIENCE).unwrap();
+        transport::send(connect(&manager.socket()), &hello(), &[], PATIENCE).unwrap();
     }
     manager.must_have_sessions(1);
     manager.must_count("orbitkv_session_opened_total", 1_102);
