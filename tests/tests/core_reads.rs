@@ -32,12 +32,9 @@ fn finish_read(rig: &mut Rig, offset: u64, fate: Fate) {
 /// COR-05: a failed read is a miss from there on, counted, and the slot is used no more.
 #[test]
 fn a_failed_read_cuts_the_hit_and_drops_what_hangs_on_it() {
-    for (fault, retires) in [
-        (IoFault::Errno(5), true),
-        (IoFault::Short, true),
-        (IoFault::Checksum, false),
-        (IoFault::Off, false),
-    ] {
+    for (fault, retires) in
+        [(IoFault::Errno(5), true), (IoFault::Short, true), (IoFault::Checksum, false)]
+    {
         let (mut rig, chain) = cold(8);
         let slot = slot_of(&rig, chain[3]);
         let operation = rig.query(rig.seat, &chain);
@@ -59,6 +56,23 @@ fn a_failed_read_cuts_the_hit_and_drops_what_hangs_on_it() {
         assert_eq!(rig.hits(&chain), 3);
         rig.assert_at_rest();
     }
+}
+
+/// A device that rests (breaker, shutdown) answers nothing now and has lost nothing.
+#[test]
+fn a_read_that_a_resting_device_refuses_cuts_the_hit_and_drops_nothing() {
+    let (mut rig, chain) = cold(8);
+    let slot = slot_of(&rig, chain[3]);
+    let operation = rig.query(rig.seat, &chain);
+    finish_read(&mut rig, slot, Fate::Io(IoFault::Off));
+    rig.world.settle();
+    let completion = rig.world.ended(rig.seat.session, operation).completion;
+    assert_eq!((completion.code, completion.pages), (Code::IoError, 3));
+    rig.release(rig.seat, completion.lease.expect("a lease on what is there"));
+    rig.assert_at_rest();
+    let stats = rig.world.core.stats();
+    assert_eq!((stats.ssd_read_errors[IoFault::Off.index()], stats.slots_retired), (1, 0));
+    assert_eq!(rig.hits(&chain), 8);
 }
 
 #[test]

@@ -88,6 +88,29 @@ fn every_subset_of_pages_gives_the_longest_restorable_length() {
 }
 
 #[test]
+fn restorable_lengths_are_told_when_pages_come_from_ssd_too() {
+    let devices = [orbitkv_tests::world::device(1, 64 * 2 * PAGE)];
+    let mut world = World::new(generous(64 * PAGE), &devices);
+    let dependencies = [DependencySpec::Chain, DependencySpec::State];
+    let (session, set, groups) = groups(&mut world, &dependencies);
+    let whole = chain(1, LEN);
+    world.save(session, groups[0].region, &pages(&whole));
+    world.save(session, groups[1].region, &pages(&[whole[1], whole[3]]));
+    world.settle();
+    let ask = |world: &mut World| {
+        let query = world.query(session, set, QueryMode::Demand, &pages(&whole));
+        world.settle();
+        let ended = world.ended(session, query);
+        ended.results.iter().map(|result| result.restorable).collect::<Vec<_>>()
+    };
+    let from_dram = ask(&mut world);
+    assert_eq!(from_dram, [0, 1, 0, 1, 0]);
+    world.advance(world.config().lease_ttl_ns);
+    world.evict_dram();
+    assert_eq!(ask(&mut world), from_dram);
+}
+
+#[test]
 fn a_window_lease_pins_and_restores_only_the_window() {
     let mut world = World::new(generous(64 * PAGE), &[]);
     let dependencies = [DependencySpec::Chain, DependencySpec::Window(2), DependencySpec::State];
