@@ -12,7 +12,7 @@ use super::Core;
 use super::effect::{CopyPage, Direction, Effect, Effects, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
 use super::index::{Page, PageId};
-use super::job::{EntryState, Job, JobRef, Stage};
+use super::job::{Entry, EntryState, Job, JobRef, Stage};
 use super::life::EvictionCursor;
 use super::query::charge;
 use super::stats::SpillOutcome;
@@ -237,7 +237,9 @@ impl Core {
         if job.prepared_ns == 0 {
             job.prepared_ns = now;
         }
-        let done = (direction == Direction::Restore && last).then_some(job.operation);
+        let refused = |entry: &Entry| entry.outcome == PageOutcome::Refused;
+        let whole = direction == Direction::Restore && last && !job.entries.iter().any(refused);
+        let done = whole.then_some(job.operation);
         let len = at - first;
         let work = Work::Copy { job: reference, session, direction, first, len };
         let ticket = self.flow.start(work);

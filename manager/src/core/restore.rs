@@ -190,11 +190,24 @@ impl Core {
                 false
             }
             ReadStart::Gone => {
-                job.entries[position as usize].end(PageOutcome::Refused, Code::IoError);
-                job.stop_at(Code::IoError, Some(position));
+                self.cut_restore(reference, position);
                 self.restore_may_end(now, reference, out);
                 false
             }
+        }
+    }
+
+    /// A page could not be read: it and what comes behind it is refused. What comes before it is
+    /// still copied.
+    fn cut_restore(&mut self, reference: JobRef, position: u32) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        let total = job.entries.len() as u32;
+        if let Stage::Restore { next_read, .. } = &mut job.stage {
+            *next_read = total;
+        }
+        let behind = job.entries[position as usize..].iter_mut();
+        for entry in behind.filter(|entry| entry.state == EntryState::Pending) {
+            entry.end(PageOutcome::Refused, Code::IoError);
         }
     }
 
@@ -209,11 +222,11 @@ impl Core {
         let Some(job) = self.jobs.get_mut(reference) else { return };
         let Stage::Restore { reading, .. } = &mut job.stage else { return };
         *reading -= 1;
+        let stopped = job.stop.is_some();
         if fault.is_some() {
-            job.entries[position as usize].end(PageOutcome::Refused, Code::IoError);
-            job.stop_at(Code::IoError, Some(position));
+            self.cut_restore(reference, position);
         }
-        if job.stop.is_none() {
+        if !stopped {
             self.queue_copy(reference);
             self.queue_read(reference);
         }
@@ -287,7 +300,9 @@ impl Core {
         // One that was stopped too late has done all that was asked, as its done word says.
         let restored = |entry: &Entry| entry.outcome == PageOutcome::Restored;
         let stop = job.stop.filter(|_| !job.entries.iter().all(restored));
-        let code = stop.map_or(Code::None, |stop| stop.code);
+        let refused = job.entries.iter().find(|entry| entry.outcome == PageOutcome::Refused);
+        let cause = refused.map_or(Code::None, |entry| entry.code);
+        let code = stop.map_or(cause, |stop| stop.code);
         let (id, operation, kind) = (job.session, job.operation, job.kind);
         let mut entries = std::mem::take(&mut job.entries);
         let mut ended = Completion::ok(operation, kind);
