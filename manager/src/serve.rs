@@ -4,10 +4,11 @@
 //! socket comes before everything that a second Manager must not touch; the socket becomes visible
 //! when all else is ready.
 
+mod log;
 mod start;
 
 use std::fs::File;
-use std::io::{IsTerminal, Read, Write};
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -34,10 +35,8 @@ use crate::pool::{self, DramPool, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
 use crate::ssd::{EngineChoice, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
+pub use log::LOG_VARIABLE;
 use start::Start;
-
-/// Environment variable that filters the log, as in `debug` or `orbitkv_manager::endpoint=trace`.
-pub const LOG_VARIABLE: &str = "ORBITKV_LOG";
 
 /// The command line of the binary `orbitkv-manager`.
 #[derive(Parser, Debug)]
@@ -87,7 +86,7 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
         let _ = std::io::stdout().write_all(config.to_string().as_bytes());
         return Ok(());
     }
-    start_logging();
+    log::start();
     tracing::info!("configuration: {}", config.summary());
     warn_of_closed_doors(&config);
     raise_descriptor_limit();
@@ -400,19 +399,6 @@ fn raise_descriptor_limit() {
             tracing::warn!(%errno, "cannot raise the limit of open descriptors");
         }
     }
-}
-
-fn start_logging() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env(LOG_VARIABLE)
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    // Somebody who embeds `serve` may log already.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        // It would say so on stderr, with a macro that panics when stderr is what failed.
-        .log_internal_errors(false)
-        .try_init();
 }
 
 #[cfg(test)]

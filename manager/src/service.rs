@@ -123,6 +123,7 @@ pub struct Service {
     counters: Arc<EndpointCounters>,
     stopping: Option<Stopping>,
     tables_shown_ns: Nanos,
+    tables_interval_ns: Nanos,
     /// Pages in DRAM and on SSD of each namespace, as last shown.
     namespaces_shown: Vec<(u64, u64)>,
     /// Buffer of a table turn.
@@ -175,6 +176,7 @@ impl Service {
             checksum_buffers: Vec::new(),
             stopping: None,
             tables_shown_ns: 0,
+            tables_interval_ns: TABLES_INTERVAL_NS,
             namespaces_shown: Vec::new(),
             session_views: Vec::new(),
             turns: 0,

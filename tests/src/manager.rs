@@ -204,10 +204,27 @@ impl Manager {
     /// # Panics
     /// When that never comes.
     pub fn settle(&self, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
+        self.look_until(what, |seen, _| is_so(seen))
+    }
+
+    /// [`settle`](Self::settle) by numbers that are younger than this call: a completion may be
+    /// seen a moment before what it counts.
+    fn settle_from_now(&self, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
+        let called = Instant::now();
+        self.look_until(what, |seen, looked| {
+            // The age is rounded down.
+            let age = Duration::from_millis(seen.manager.heartbeat_age_ms + 1);
+            age < looked.duration_since(called) && is_so(seen)
+        })
+    }
+
+    /// `is_so` also hears when the look at the numbers began.
+    fn look_until(&self, what: &str, is_so: impl Fn(&Snapshot, Instant) -> bool) -> Snapshot {
         let end = Instant::now() + PATIENCE;
         loop {
+            let looked = Instant::now();
             let seen = self.inspect();
-            if is_so(&seen) && seen.manager.torn.is_empty() {
+            if is_so(&seen, looked) && seen.manager.torn.is_empty() {
                 return seen;
             }
             assert!(Instant::now() < end, "never so: {what}; now {}", summary(&seen));
@@ -215,15 +232,9 @@ impl Manager {
         }
     }
 
-    /// [`settle`](Self::settle) by numbers that are younger than this call: a completion may be
-    /// seen a moment before what it counts.
-    fn settle_from_now(&self, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
-        let called = Instant::now();
-        self.settle(what, |seen| {
-            // The age is rounded down.
-            let age = Duration::from_millis(seen.manager.heartbeat_age_ms + 1);
-            age < called.elapsed() && is_so(seen)
-        })
+    /// What the inspection tool sees from now on: nothing of before this call.
+    pub fn fresh(&self) -> Snapshot {
+        self.settle_from_now("a heartbeat", |_| true)
     }
 
     /// Waits until a counter has come to `expected`, which it must never pass.

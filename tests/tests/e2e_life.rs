@@ -7,7 +7,7 @@ use orbitkv_engine::{
     Block, Code, Connect, ConnectError, Deadline, Gone, Operation, PageOutcome, PageResult,
     QueryMode, RequestKind, RestoreOptions, Status, SubmitError, engine_id_random,
 };
-use orbitkv_shm_protocol::telemetry::{CloseReason, LeaseEnd, Metric};
+use orbitkv_shm_protocol::telemetry::{LeaseEnd, Metric};
 use orbitkv_tests::engine::{Ended, Engine, Way, blocks, hashes, namespace};
 use orbitkv_tests::engine_process::{EngineProcess, Identity};
 use orbitkv_tests::manager::{Manager, PATIENCE};
@@ -296,7 +296,7 @@ fn hang_01_a_killed_manager_ends_each_operation_once() {
     let stale = next.client.release(lease);
     assert_eq!(stale, Err(SubmitError::StaleHandle));
     assert_eq!(next.restore_all(&pages), 0, "nothing survives without an SSD tier");
-    assert_eq!(manager.inspect().sessions.len(), 1);
+    assert_eq!(manager.fresh().sessions.len(), 1);
 }
 
 /// Goal: a clean stop with clients attached and working ends in time and tells them.
@@ -351,8 +351,7 @@ fn a_killed_writer_leaves_nothing_half_made(way: Way) {
         drop(heir);
         manager.settle("the heir is gone", |seen| seen.sessions.is_empty());
     }
-    let seen = manager.settle_empty();
-    assert_eq!(seen.counters.get(Metric::SessionsClosed(CloseReason::PeerFault)), 0);
+    manager.settle_empty();
 }
 
 #[test]

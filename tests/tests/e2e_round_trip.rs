@@ -34,7 +34,7 @@ fn pages_of_all_sizes_come_back(way: Way) {
             restore_elsewhere(engine, hashes, QueryMode::Demand, Tier::Dram);
         }
         manager.evict();
-        let before = manager.get(Metric::SsdReadPages);
+        let before = manager.fresh().counters.get(Metric::SsdReadPages);
         for (engine, hashes) in &mut engines {
             restore_elsewhere(engine, hashes, QueryMode::Candidate, Tier::Ssd);
         }
@@ -98,7 +98,7 @@ fn a_candidate_query_reads_nothing_and_its_restore_everything() {
     let (manager, mut engine, hashes) = sixteen_on_ssd("16MiB");
     let hit = engine.query(&hashes, QueryMode::Candidate).ok();
     assert_eq!((hit.pages, hit.pages_ssd), (16, 16));
-    assert_eq!(manager.get(Metric::SsdReadPages), 0);
+    manager.counted(Metric::SsdReadPages, 0);
     let target = blocks(&hashes, 16);
     let restored = engine.restore(&hit.leased(), 0, &target).ok();
     assert_eq!((restored.pages_dram, restored.pages_ssd), (0, 16));

@@ -179,6 +179,44 @@ fn closed_outputs_are_no_reason_to_die() {
     assert_eq!(child.wait().unwrap().code(), Some(2));
 }
 
+/// Goal: whoever holds the other end of the log without reading it holds nobody. Method: clients
+/// make the Manager log several times what a pipe takes.
+#[test]
+fn a_log_that_nobody_reads_holds_nobody() {
+    let folder = folder();
+    let (reader, writer) = std::io::pipe().unwrap();
+    let mut child = Command::new(orbitkv())
+        .args(["serve", "--socket", "m.sock", "--dram", "16MiB", "--huge-pages", "off"])
+        .current_dir(folder.path())
+        .env("ORBITKV_LOG", "trace")
+        .stdout(Stdio::null())
+        .stderr(OwnedFd::from(writer))
+        .spawn()
+        .unwrap();
+    let socket = folder.path().join("m.sock");
+    let started = Instant::now();
+    while !socket.exists() {
+        assert!(child.try_wait().unwrap().is_none());
+        assert!(started.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for _ in 0..100 {
+        let mut raw = Raw::attach(&socket);
+        for _ in 0..16 {
+            // Of kind 0, which is none: one line each.
+            let record = raw.empty_record();
+            raw.submit(&[record]);
+        }
+        raw.must_be_closed();
+    }
+    let unread = rustix::io::ioctl_fionread(&reader).unwrap();
+    assert!(unread > 60_000, "the pipe was not full: {unread} bytes");
+    Victim::attach(&socket, "unread").round();
+    rustix::process::kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    drop(reader);
+}
+
 /// Goal: a reader of `/metrics` that hangs does not hold up the stop.
 #[test]
 fn a_hung_reader_of_metrics_does_not_hold_the_stop() {

@@ -137,7 +137,7 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Size,
         range: "2MiB to 16TiB, rounded down to 2 MiB",
         default: "1GiB, or a quarter of the available memory when that is less",
-        cost: "taken whole at start and pinned",
+        cost: "taken whole and touched at start",
     },
     Field {
         key: Key::DramHugePages,

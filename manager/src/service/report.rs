@@ -25,9 +25,12 @@ impl Service {
             self.telemetry.counters.set(Metric::SessionsRefused(*reason), refused);
         }
         self.telemetry.counters.set(Metric::ManagerTurns, self.turns);
-        if now.saturating_sub(self.tables_shown_ns) >= TABLES_INTERVAL_NS {
+        if now.saturating_sub(self.tables_shown_ns) >= self.tables_interval_ns {
             self.tables_shown_ns = now;
             self.show_tables();
+            // Many leases and operations make a walk long: it may take a twentieth of the time.
+            let cost = self.clock.now().saturating_sub(now);
+            self.tables_interval_ns = TABLES_INTERVAL_NS.max(cost.saturating_mul(20));
         }
         self.telemetry.publish(now);
     }
@@ -87,8 +90,13 @@ impl Service {
 }
 
 impl Service {
-    /// Ready or degraded, as the SSD devices are.
+    /// Ready or degraded, as the SSD devices are; new images go to those that take them.
     fn show_health(&mut self) {
+        if let Some(storage) = &mut self.storage {
+            for (device, takes) in storage.write_changes(self.tables_shown_ns) {
+                self.core.set_device_accepts_writes(device, takes);
+            }
+        }
         let healthy = self.storage.as_ref().is_none_or(Storage::is_healthy);
         let said = self.telemetry.state();
         let state = if healthy { ManagerState::Ready } else { ManagerState::Degraded };

@@ -5,11 +5,14 @@ use std::time::Duration;
 
 use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth};
 
-use crate::core::{Effect, Event};
+use crate::core::{Effect, Event, Nanos};
 use crate::ssd::{
     DeviceInfo, EngineKind, Health, QueueFull, ReadOrder, SsdEnd, SsdTier, WriteOrder,
 };
 use crate::telemetry::mirror::DeviceMirror;
+
+/// How long a device whose writes fail is left alone before it is tried again.
+const WRITE_REST_NS: Nanos = 2_000_000_000;
 
 /// The SSD tier behind the reactor.
 pub struct Storage {
@@ -20,12 +23,15 @@ pub struct Storage {
     /// Ends that a stop returned.
     last_ends: VecDeque<SsdEnd>,
     write_queue_full: u64,
+    /// Since when each device takes no new images.
+    resting_since: Vec<Option<Nanos>>,
 }
 
 impl Storage {
     /// Joins an open tier and what it said of its files.
     pub fn new(tier: SsdTier, devices: Vec<DeviceInfo>) -> Self {
         Self {
+            resting_since: vec![None; devices.len()],
             tier: Some(tier),
             devices,
             refused: VecDeque::new(),
@@ -100,6 +106,29 @@ impl Storage {
     /// Writes that found the queue of their device full.
     pub(super) fn write_queue_full(&self) -> u64 {
         self.write_queue_full
+    }
+
+    /// Devices that begin or cease to take new images, as `(number, takes)`: one whose writes fail
+    /// rests, and is tried again for a moment after each [`WRITE_REST_NS`].
+    pub(super) fn write_changes(&mut self, now: Nanos) -> impl Iterator<Item = (u16, bool)> {
+        let status = self.tier.iter().flat_map(SsdTier::status);
+        let fit = status.map(|status| matches!(status.health, Health::Healthy | Health::WriteOnly));
+        let doors = self.resting_since.iter_mut().zip(fit).enumerate();
+        let changes = doors.filter_map(move |(number, (resting, fit))| {
+            let takes = match *resting {
+                None if !fit => {
+                    *resting = Some(now);
+                    false
+                }
+                Some(since) if fit || now.saturating_sub(since) >= WRITE_REST_NS => {
+                    *resting = None;
+                    true
+                }
+                _ => return None,
+            };
+            Some((number as u16, takes))
+        });
+        changes.collect::<Vec<_>>().into_iter()
     }
 
     /// Whether every device reads and writes.

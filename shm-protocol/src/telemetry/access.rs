@@ -51,7 +51,7 @@ pub struct Identity {
     pub started_ns: u64,
     /// Version of its build; the first 64 bytes are kept.
     pub version: String,
-    /// Its socket, as [`resolved_socket`] gives it; the first 512 bytes are kept.
+    /// Its socket, as [`super::resolved_socket`] gives it; the first 512 bytes are kept.
     pub socket: PathBuf,
 }
 

@@ -18,7 +18,7 @@ pub struct DeviceRow {
     pub reading: u64,
     /// Page writes queued or in the kernel.
     pub writing: u64,
-    /// [`SsdEngine`] as a word.
+    /// [`SsdEngine`](super::SsdEngine) as a word.
     pub engine: u64,
     /// 1 when the file is open with `O_DIRECT`.
     pub direct: u64,
@@ -26,7 +26,7 @@ pub struct DeviceRow {
     pub preallocated: u64,
     /// 1 when the DRAM arenas are registered with its rings.
     pub registered: u64,
-    /// [`SsdHealth`] as a word.
+    /// [`SsdHealth`](super::SsdHealth) as a word.
     pub health: u64,
 }
 
@@ -40,7 +40,7 @@ pub struct SessionRow {
     pub pid: u64,
     /// Its uid.
     pub uid: u64,
-    /// [`SessionState`] as a word; 0 = the row is empty.
+    /// [`SessionState`](super::SessionState) as a word; 0 = the row is empty.
     pub state: u64,
     /// Producer position of the request ring, as the Manager last saw it.
     pub requests_submitted: u64,
@@ -72,7 +72,7 @@ pub struct OperationRow {
     pub id: u64,
     /// [`crate::record::RequestKind`] as a number.
     pub kind: u64,
-    /// [`OperationStage`] as a word.
+    /// [`OperationStage`](super::OperationStage) as a word.
     pub stage: u64,
     /// CLOCK_MONOTONIC nanoseconds at which it was taken from its ring.
     pub taken_ns: u64,

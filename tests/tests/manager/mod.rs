@@ -10,7 +10,6 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::bootstrap::message::{ClientMessage, ManagerMessage, Welcome};
@@ -32,23 +31,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) const GEOMETRY: Geometry =
     Geometry { ring_capacity: 64, page_entries: 1024, done_words: 1 };
 
-/// The `orbitkv` of this build: tests of another package find it beside themselves, and build it
-/// when nobody has.
+/// The `orbitkv` command line of this build.
 pub(crate) fn orbitkv() -> &'static Path {
-    static BINARY: OnceLock<PathBuf> = OnceLock::new();
-    BINARY.get_or_init(|| {
-        let this = std::env::current_exe().unwrap();
-        let profile = this.parent().and_then(Path::parent).unwrap();
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let mut build = Command::new(cargo);
-        build.args(["build", "--quiet", "--package", "orbitkv-tools", "--target-dir"]);
-        build.arg(profile.parent().unwrap());
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        assert!(build.status().unwrap().success(), "orbitkv does not build");
-        profile.join("orbitkv")
-    })
+    Path::new(env!("CARGO_BIN_EXE_orbitkv-under-test"))
 }
 
 /// `orbitkv serve` with a folder of its own as working directory.
@@ -287,6 +272,16 @@ impl Raw {
     pub(crate) fn record(&self, request: &Request) -> RequestRecord {
         let (session, epoch) = (SessionId(self.welcome.session), Epoch(self.welcome.epoch));
         request.encode(session, epoch, self.position)
+    }
+
+    /// A record of no kind, at the right place.
+    pub(crate) fn empty_record(&self) -> RequestRecord {
+        RequestRecord {
+            session: self.welcome.session,
+            epoch: self.welcome.epoch,
+            sequence: self.position,
+            ..RequestRecord::default()
+        }
     }
 
     /// Publishes records one after the other at their positions, whatever they say.

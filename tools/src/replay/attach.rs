@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use orbitkv_engine::{
-    Chain, Client, Completion, Connect, ConnectError, Deadline, DependencySpec, Lease,
+    Chain, Client, Completion, Connect, ConnectError, Deadline, DependencySpec, Gone, Lease,
     NamespaceSpec, Operation, QueryMode, Region, RegionLayout, RegisterError, RestoreOptions,
     Scope, Segment, Status, SubmitError,
 };
@@ -83,17 +83,22 @@ impl Attached {
         Ok(Self { client, scope, region, blocks: Vec::new() })
     }
 
-    /// Waits until the session owns nothing, then ends it. False when that did not come.
+    /// Waits until the session owns nothing, then ends it. False when that did not come. A Manager
+    /// that has died holds nothing for anyone: an engine without requests may learn of it only
+    /// here, when another Manager is long back.
     pub(super) fn drain(mut self) -> bool {
-        let Ok(drain) = self.client.drain(Deadline::after(DRAIN_TIMEOUT)) else { return false };
+        let drain = match self.client.drain(Deadline::after(DRAIN_TIMEOUT)) {
+            Ok(drain) => drain,
+            Err(error) => return matches!(error, SubmitError::ManagerGone(Gone::Died)),
+        };
         let end = std::time::Instant::now() + DRAIN_TIMEOUT;
         while let Some(left) = end.checked_duration_since(std::time::Instant::now()) {
             match self.client.wait(left) {
-                Ok(Some(completion)) if completion.operation == drain => {
-                    return completion.status == Status::Ok;
+                Ok(Some(end)) if end.operation == drain && end.status != Status::Gone => {
+                    return end.status == Status::Ok;
                 }
                 Ok(_) => {}
-                Err(_) => return false,
+                Err(gone) => return matches!(gone, Gone::Died),
             }
         }
         false

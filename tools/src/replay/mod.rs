@@ -349,7 +349,14 @@ fn sum_up(
             report.leaked_bytes = numbers.held_bytes;
             report.leaked_leases = numbers.leases;
             report.manager_cpu_seconds = numbers.cpu_seconds;
-            report.judge();
+            report.judge_pages();
+            if numbers.dead {
+                let gone =
+                    "the Manager is dead: what it held and what waited to be written is gone";
+                report.failures.push(gone.to_owned());
+            } else {
+                report.judge_drain();
+            }
         }
         Err(error) => report.failures.push(error.to_string()),
     }

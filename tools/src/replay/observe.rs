@@ -56,6 +56,8 @@ impl Spill {
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(super) struct Numbers {
     pub(super) epoch: u32,
+    /// It is dead: these are its last numbers, and nothing can be drained any more.
+    pub(super) dead: bool,
     pub(super) spill: Spill,
     pub(super) spill_offered: u64,
     pub(super) spill_waiting: u64,
@@ -85,6 +87,7 @@ impl Numbers {
         let pinned = get(Metric::PoolPinnedBytes) + get(Metric::PoolDrainingBytes);
         Self {
             epoch: snapshot.manager.epoch,
+            dead: snapshot.manager.state == LifeState::Dead,
             spill: Spill {
                 written: spill(SpillOutcome::Written),
                 already_there: spill(SpillOutcome::AlreadyThere),
@@ -143,8 +146,7 @@ pub(super) fn drained(socket: &Path, before: &Numbers) -> Result<Numbers, Inspec
             && numbers.spill.sum() >= numbers.spill_offered
             && numbers.leases <= before.leases
             && numbers.held_bytes <= before.held_bytes;
-        let dead = snapshot.manager.state == LifeState::Dead;
-        if (quiet && snapshot.manager.torn.is_empty()) || dead || Instant::now() >= end {
+        if (quiet && snapshot.manager.torn.is_empty()) || numbers.dead || Instant::now() >= end {
             return Ok(numbers);
         }
         thread::sleep(PAUSE);
