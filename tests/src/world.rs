@@ -3,26 +3,30 @@
 //! agrees with its results, a copy touches only pages that its operation named, bytes that reach an
 //! engine or a slot are one image of their key, nothing touches what has ended.
 
+mod effects;
+mod prompts;
+mod work;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use orbitkv_manager::core::{
-    CopyFault, CopyPage, Core, CoreConfig, Direction, Effect, Effects, Event, Extent,
-    ImageIdentity, IoFault, NamespaceFingerprint, Nanos, PageView, PeerFault, RegionGeometry, Slot,
-    Ticket,
+    CopyFault, CopyPage, Core, CoreConfig, Direction, Effects, Event, Extent, ImageIdentity,
+    IoFault, NamespaceFingerprint, Nanos, RegionGeometry, Slot, Ticket,
 };
-use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
+use orbitkv_shm_protocol::bootstrap::message::NamespaceSpec;
 use orbitkv_shm_protocol::ids::{
     EngineId, LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId,
 };
-use orbitkv_shm_protocol::record::{
-    Completion, PageEntry, PageOutcome, PageRange, PageResult, QueryMode, Request, RequestBody,
-    RequestKind, Status,
-};
+use orbitkv_shm_protocol::record::{PageEntry, PageRange, QueryMode, Request, RequestBody};
 
-use crate::client::{Client, Ended, Member, Region, Submitted, check_answer, outcome};
+use crate::client::{Client, Ended, Member, Region, Submitted};
 use crate::content::{Key, POISON, checksum, fold, image, is_image};
 use crate::disk::{Disk, Found};
-use crate::memory::{Memory, Use};
+use crate::memory::Memory;
+
+pub use prompts::{
+    chain, child, device, extend, is_copy, is_read, is_write, pages, pages_after, spec,
+};
 
 /// Work that `core` ordered and that has not ended.
 #[derive(Clone, Debug)]
@@ -455,146 +459,7 @@ impl World {
         }
     }
 
-    // Time and work.
-
-    /// Time passes; deadlines and leases are looked at.
-    pub fn advance(&mut self, nanos: Nanos) {
-        self.now += nanos;
-        self.handle(Event::Tick);
-    }
-
-    /// Ends one piece of work.
-    pub fn finish(&mut self, at: usize, fate: Fate) {
-        match self.work.remove(at) {
-            Work::Copy { ticket, direction, session, region, pages, done } => {
-                self.finish_copy(ticket, direction, (session, region), &pages, done, fate);
-            }
-            Work::Read { ticket, slot, extent, image_bytes, checksum: expected } => {
-                let fault = match fate {
-                    Fate::Io(fault) => Some(fault),
-                    _ => {
-                        let words = self.disk.read(&slot, image_bytes);
-                        let fault = (checksum(words) != expected).then_some(IoFault::Checksum);
-                        self.memory.fill(&extent, words);
-                        fault
-                    }
-                };
-                self.memory.end(ticket);
-                self.handle(Event::ReadEnded { ticket, fault });
-            }
-            Work::Write { ticket, extent, slot, image } => {
-                let words = self.memory.words(&extent);
-                let words = &words[..crate::content::units(image.image_bytes)];
-                let key = Key { namespace: image.namespace, hash: image.hash };
-                assert!(is_image(words, &key), "{slot:?} gets wrong bytes for {key:?}");
-                assert_eq!(checksum(words), image.checksum, "checksum of {key:?}");
-                let fault = match fate {
-                    Fate::Io(fault) => {
-                        let mut unit = 0;
-                        self.disk.write_some(&slot, &image, words, |_| {
-                            unit += 1;
-                            unit % 2 == 0
-                        });
-                        Some(fault)
-                    }
-                    _ => {
-                        self.disk.write(&slot, &image, words);
-                        None
-                    }
-                };
-                self.memory.end(ticket);
-                self.handle(Event::WriteEnded { ticket, fault });
-            }
-            Work::Forget { ticket, namespace, generation } => {
-                let fault = match fate {
-                    Fate::Io(fault) => Some(fault),
-                    _ => {
-                        self.disk.record_forget(namespace, generation);
-                        self.unrecorded.remove(&(namespace, generation));
-                        None
-                    }
-                };
-                self.handle(Event::ForgetRecorded { ticket, fault });
-            }
-        }
-    }
-
-    fn finish_copy(
-        &mut self,
-        ticket: Ticket,
-        direction: Direction,
-        (session, region): (SessionId, RegionId),
-        pages: &[CopyPage],
-        done: Option<OperationId>,
-        fate: Fate,
-    ) {
-        let (fault, whole) = match fate {
-            Fate::Copy(fault, whole) => (Some(fault), whole.min(pages.len() as u32)),
-            _ => (None, pages.len() as u32),
-        };
-        let client = self.clients.get_mut(&session.0).expect("a copy of a session that is there");
-        let found = client.regions[region.0 as usize].as_mut().expect("a copy of a region");
-        let mut checksums = Vec::new();
-        for (at, page) in pages.iter().enumerate() {
-            let device = &mut found.pages[page.device_page as usize];
-            // The page at which a faulty copy stops is torn.
-            let arrives = if at < whole as usize { device.len() } else { device.len() / 2 };
-            match direction {
-                Direction::Save => {
-                    self.memory.fill(&page.extent, &device[..arrives]);
-                    checksums.push(checksum(device));
-                }
-                Direction::Restore => {
-                    device[..arrives].copy_from_slice(&self.memory.words(&page.extent)[..arrives]);
-                }
-            }
-            if at >= whole as usize {
-                break;
-            }
-        }
-        checksums.truncate(whole as usize);
-        self.memory.end(ticket);
-        if let Some(operation) = done.filter(|_| fault.is_none()) {
-            let client = self.client(session);
-            let asked =
-                client.in_flight.get(&operation.index).filter(|s| s.request.operation == operation);
-            if let Some(asked) = asked.filter(|_| !client.closed) {
-                for at in 0..asked.entries.len() {
-                    self.check_restored(session, asked, at);
-                }
-            }
-            let client = self.client_mut(session);
-            client.done_words.insert(operation.index, operation.done_word());
-        }
-        self.handle(Event::Copied { ticket, pages_done: whole, fault, checksums: &checksums });
-    }
-
-    /// Ends all work in the order in which it was ordered, and what follows from it.
-    pub fn settle(&mut self) {
-        while !self.work.is_empty() {
-            self.finish(0, Fate::Good);
-        }
-    }
-
-    /// Ends work of one sort until there is none; other work stays.
-    pub fn settle_only(&mut self, wanted: impl Fn(&Work) -> bool) {
-        while let Some(at) = self.work.iter().position(&wanted) {
-            self.finish(at, Fate::Good);
-        }
-    }
-
-    /// Orders what may be ordered.
-    pub fn pump(&mut self) {
-        self.core.pump(self.now, &mut self.out);
-        self.carry_out();
-    }
-
-    /// Drops what nothing holds from DRAM.
-    pub fn evict_dram(&mut self) {
-        self.core.evict_dram(&mut self.out);
-        self.carry_out();
-        self.core.check_laws();
-    }
+    // Events.
 
     fn handle(&mut self, event: Event<'_>) {
         self.core.handle(self.now, event, &mut self.out);
@@ -606,219 +471,6 @@ impl World {
         if self.check_every > 0 && self.events.is_multiple_of(self.check_every) {
             self.core.check_laws();
         }
-    }
-
-    // Effects.
-
-    fn carry_out(&mut self) {
-        let mut out = std::mem::take(&mut self.out);
-        for effect in out.list.drain(..) {
-            match effect {
-                Effect::Complete { session, completion, results, results_start } => {
-                    self.completed(session, completion, &out.results[results], results_start);
-                }
-                Effect::Copy { ticket, direction, session, region, pages, fence, done } => {
-                    assert_eq!(fence, None);
-                    let pages = out.copies[pages].to_vec();
-                    self.copy(Work::Copy { ticket, direction, session, region, pages, done });
-                }
-                Effect::Read { ticket, slot, extent, image_bytes, checksum } => {
-                    self.memory.begin(ticket, extent, Use::Fills);
-                    if let Some(footer) = self.disk.footer(&slot) {
-                        assert_eq!(footer.checksum, checksum, "reads expect what was written");
-                    }
-                    self.work.push(Work::Read { ticket, slot, extent, image_bytes, checksum });
-                }
-                Effect::Write { ticket, extent, slot, image } => {
-                    self.memory.begin(ticket, extent, Use::Reads);
-                    self.disk.check_writable(&slot, &image);
-                    let overlaps = |work: &Work| match work {
-                        Work::Read { slot: other, .. } | Work::Write { slot: other, .. } => {
-                            other.device == slot.device
-                                && other.offset < slot.offset + u64::from(slot.bytes)
-                                && slot.offset < other.offset + u64::from(other.bytes)
-                        }
-                        _ => false,
-                    };
-                    assert!(!self.work.iter().any(overlaps), "{slot:?} is in use");
-                    self.work.push(Work::Write { ticket, extent, slot, image });
-                }
-                Effect::RecordRegion { device, region, slot_bytes } => {
-                    self.disk.record_region(device, region, slot_bytes);
-                }
-                Effect::RetireSlot { slot } => self.disk.retire(&slot),
-                Effect::RecordForget { ticket, namespace, generation } => {
-                    let hashes = self.unrecorded.remove(&(namespace, u64::MAX));
-                    self.unrecorded.insert((namespace, generation), hashes.unwrap_or_default());
-                    self.work.push(Work::Forget { ticket, namespace, generation });
-                }
-                Effect::RegionEnded { session, region } => {
-                    assert!(!self.copies_touch(session, Some(region)), "region is being copied");
-                    self.client_mut(session).regions[region.0 as usize] = None;
-                }
-                Effect::CloseSession { session, fault } => self.closed(session, fault),
-                Effect::SessionEnded { session } => {
-                    assert!(!self.copies_touch(session, None), "session is being copied");
-                    let client = self.clients.remove(&session.0).expect("ends once");
-                    assert!(client.closed, "a session ends after it was closed");
-                }
-                Effect::Dropped { hash } => self.dropped.push(hash),
-            }
-        }
-        out.clear();
-        self.out = out;
-    }
-
-    fn closed(&mut self, session: SessionId, fault: PeerFault) {
-        let client = self.client_mut(session);
-        assert_eq!(client.fault.replace(fault), None, "closed twice");
-        client.closed = true;
-        self.group_may_end(session);
-    }
-
-    fn copies_touch(&self, id: SessionId, only: Option<RegionId>) -> bool {
-        self.work.iter().any(|work| match work {
-            Work::Copy { session, region, .. } => {
-                *session == id && only.is_none_or(|only| *region == only)
-            }
-            _ => false,
-        })
-    }
-
-    fn copy(&mut self, work: Work) {
-        let Work::Copy { ticket, direction, session, region, ref pages, .. } = work else { return };
-        let client = self.clients.get(&session.0).expect("copy of a session that is there");
-        let named = |page: &CopyPage| {
-            client.in_flight.values().any(|submitted| {
-                let of = match submitted.request.body {
-                    RequestBody::Save { region, .. } => Some((region, Direction::Save)),
-                    RequestBody::Restore { region, .. } => Some((region, Direction::Restore)),
-                    _ => None,
-                };
-                let mut entries = submitted.entries.iter();
-                of == Some((region, direction))
-                    && entries.any(|e| !e.is_anchor() && e.device_page == page.device_page)
-            })
-        };
-        assert!(!pages.is_empty() && client.regions[region.0 as usize].is_some());
-        for page in pages {
-            assert!(client.closed || named(page), "{direction:?} of a page that nobody named");
-            let how = match direction {
-                Direction::Save => Use::Fills,
-                Direction::Restore => Use::Reads,
-            };
-            self.memory.begin(ticket, page.extent, how);
-        }
-        self.work.push(work);
-    }
-
-    fn completed(
-        &mut self,
-        session: SessionId,
-        completion: Completion,
-        results: &[PageResult],
-        results_start: u32,
-    ) {
-        let client = self.clients.get_mut(&session.0).expect("completion of no session");
-        assert!(!client.closed, "completion for a client that is gone: {completion:?}");
-        if let Some(at) = client.wrong.iter().position(|wrong| *wrong == completion.operation) {
-            client.wrong.swap_remove(at);
-            assert_eq!((completion.status, results.len()), (Status::Error, 0));
-            client.wrong_answers.push(completion);
-            return;
-        }
-        let index = completion.operation.index;
-        let submitted = client.in_flight.remove(&index);
-        let submitted = submitted.filter(|s| s.request.operation == completion.operation);
-        let submitted = submitted.unwrap_or_else(|| panic!("not asked for: {completion:?}"));
-        if !results.is_empty() {
-            assert_eq!(results_start, submitted.request.range.start);
-        }
-        let ended = Ended { submitted, completion, results: results.to_vec() };
-        check_answer(&ended);
-        assert!(completion.queued_ns > 0 && completion.queued_ns <= self.now);
-        match completion.kind {
-            RequestKind::Query => self.answered(session, &ended),
-            RequestKind::Restore => self.restored(session, &ended),
-            _ => {}
-        }
-        let region = match ended.submitted.request.body {
-            RequestBody::Save { region, .. } | RequestBody::Restore { region, .. } => Some(region),
-            _ => None,
-        };
-        let client = self.client_mut(session);
-        let region = region.and_then(|region| client.regions.get_mut(region.0 as usize)?.as_mut());
-        if let Some(region) = region {
-            // The engine uses its pages for something else at once.
-            let pages = ended.submitted.entries.iter().filter(|entry| !entry.is_anchor());
-            for entry in pages {
-                let Some(page) = region.pages.get_mut(entry.device_page as usize) else { continue };
-                page.fill(POISON);
-                region.free.push(entry.device_page);
-            }
-        }
-        client.ended.push(ended);
-    }
-
-    fn restored(&self, session: SessionId, ended: &Ended) {
-        for (at, result) in ended.results.iter().enumerate() {
-            if outcome(result) == PageOutcome::Restored {
-                self.check_restored(session, &ended.submitted, at);
-            }
-        }
-        let operation = ended.completion.operation;
-        let done = self.client(session).done_words.get(&operation.index);
-        let said_done = done == Some(&operation.done_word());
-        let pages = !ended.submitted.entries.is_empty();
-        let ok = ended.completion.status == Status::Ok;
-        assert_eq!(said_done, ok && pages, "done word of {ended:?}");
-    }
-
-    fn check_restored(&self, session: SessionId, submitted: &Submitted, at: usize) {
-        let RequestBody::Restore { region, .. } = submitted.request.body else { return };
-        let region = self.client(session).regions[region.0 as usize].as_ref().expect("a region");
-        let entry = &submitted.entries[at];
-        let key = region.member.key(PageHash(entry.hash));
-        let words = &region.pages[entry.device_page as usize];
-        assert!(is_image(words, &key), "restored wrong bytes for page {at}: {key:?}");
-    }
-
-    /// A query was answered: its hit is no longer than what is there, never forgotten, and held.
-    fn answered(&mut self, session: SessionId, ended: &Ended) {
-        let RequestBody::Query { scope, mode } = ended.submitted.request.body else { return };
-        let client = self.client(session);
-        let Some(members) = client.scopes.get(scope.0 as usize).cloned() else { return };
-        let engine = client.engine;
-        let pages = ended.submitted.entries.iter().filter(|entry| !entry.is_anchor());
-        let hashes: Vec<_> = pages.map(|entry| PageHash(entry.hash)).collect();
-        let (completion, len) = (&ended.completion, ended.completion.pages as usize);
-        let at_once = self.asked == Some((session, completion.operation));
-        if completion.status == Status::Ok && at_once {
-            assert_eq!(len, ended.submitted.restorable, "not the longest prefix: {ended:?}");
-        }
-        let Some(lease) = completion.lease else { return };
-        let mut pinned: HashMap<Key, Vec<PageView>> = HashMap::new();
-        for page in self.core.page_views().filter(|page| page.pins > 0) {
-            let key = Key { namespace: page.namespace, hash: page.hash };
-            pinned.entry(key).or_default().push(page);
-        }
-        for member in &members {
-            for at in member.needed(len) {
-                let key = member.key(hashes[at]);
-                let known = self.known.get(&member.fingerprint);
-                let known = known.is_some_and(|known| known.contains(&hashes[at]));
-                let views = pinned.get(&key).map_or(&[][..], Vec::as_slice);
-                // A query that had to wait may have found a page before it was forgotten.
-                let forgotten = !at_once;
-                assert!(known || forgotten, "hit of a page that nobody saved: {key:?}");
-                let good =
-                    |page: &PageView| mode == QueryMode::Candidate || page.resident.is_some();
-                assert!(views.iter().any(good), "leased and not there: {key:?} {views:?}");
-            }
-        }
-        let expires = completion.lease_expires_ns;
-        let held = Held { engine, members, hashes, len, expires };
-        assert!(self.held.insert(lease, held).is_none(), "{lease} was given before");
     }
 
     /// Every page's bytes, in DRAM and on disk, are an image of its key. A slot may hold less than
@@ -852,85 +504,4 @@ impl World {
     pub fn config(&self) -> &CoreConfig {
         &self.config
     }
-}
-
-/// A hash that stands for a prompt: its parent's hash and what follows.
-pub fn child(parent: Option<PageHash>, branch: u64) -> PageHash {
-    let parent = parent.map_or([0; 32], |parent| parent.0);
-    let mut hash = [0; 32];
-    for (number, chunk) in hash.chunks_mut(8).enumerate() {
-        let parent = u64::from_le_bytes(parent[number * 8..][..8].try_into().expect("8 bytes"));
-        chunk.copy_from_slice(&fold([parent, branch, number as u64]).to_le_bytes());
-    }
-    PageHash(hash)
-}
-
-/// `len` hashes of one chain that differs from others in `branch`, from the root.
-pub fn chain(branch: u64, len: usize) -> Vec<PageHash> {
-    extend(None, branch, len)
-}
-
-/// `len` hashes that follow `parent`.
-pub fn extend(parent: Option<PageHash>, branch: u64, len: usize) -> Vec<PageHash> {
-    let mut hashes: Vec<PageHash> = Vec::with_capacity(len);
-    for at in 0..len {
-        let parent = hashes.last().copied().or(parent);
-        hashes.push(child(parent, if at == 0 { branch } else { 0 }));
-    }
-    hashes
-}
-
-/// Entries of a chain from its root.
-pub fn pages(hashes: &[PageHash]) -> Vec<PageEntry> {
-    hashes.iter().map(|&hash| PageEntry::page(hash, 0)).collect()
-}
-
-/// Entries of the part of a chain that follows `parent`.
-pub fn pages_after(parent: PageHash, hashes: &[PageHash]) -> Vec<PageEntry> {
-    let anchor = PageEntry::anchor(parent);
-    std::iter::once(anchor).chain(pages(hashes)).collect()
-}
-
-/// A chain namespace of the given page size.
-pub fn spec(model: &str, page_bytes: u64) -> NamespaceSpec {
-    NamespaceSpec {
-        model: model.into(),
-        dtype: "bfloat16".into(),
-        page_tokens: 64,
-        page_bytes,
-        layout: "page-first".into(),
-        group: 0,
-        tp_rank: 0,
-        tp_size: 1,
-        pp_rank: 0,
-        pp_size: 1,
-        adapter: String::new(),
-        salt: String::new(),
-        dependency: DependencySpec::Chain,
-    }
-}
-
-/// One SSD device with `regions` regions of `region_bytes`.
-pub fn device(regions: u64, region_bytes: u64) -> RegionGeometry {
-    let data_offset = 64 << 10;
-    RegionGeometry {
-        data_offset,
-        capacity_bytes: data_offset + regions * region_bytes,
-        region_bytes,
-    }
-}
-
-/// Whether work is a copy in one direction.
-pub fn is_copy(wanted: Direction) -> impl Fn(&Work) -> bool {
-    move |work| matches!(work, Work::Copy { direction, .. } if *direction == wanted)
-}
-
-/// Whether work is an SSD read.
-pub fn is_read(work: &Work) -> bool {
-    matches!(work, Work::Read { .. })
-}
-
-/// Whether work is an SSD write.
-pub fn is_write(work: &Work) -> bool {
-    matches!(work, Work::Write { .. })
 }
