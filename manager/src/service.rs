@@ -25,7 +25,7 @@ use crate::core::{
     CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, SessionView,
     Ticket,
 };
-use crate::device::{CopyCommand, Device, DeviceRegion, DoneWord};
+use crate::device::{CopyCommand, CopyError, Device, DeviceRegion, DoneWord};
 use crate::endpoint::{
     Answer, CloseCause, Endpoint, EndpointCounters, EndpointEvent, EndpointReply, Limiter,
     QuestionId,
@@ -360,10 +360,16 @@ impl Service {
             if let Some(error) = end.error {
                 self.telemetry.counters.add(Metric::DeviceFaults(error.fault().into()), 1);
                 tracing::debug!(%error, "a copy stopped");
-                if error.ends_session()
-                    && let Some(session) = owner
-                {
-                    self.cut_off(now, session, &error);
+                match owner {
+                    // The copy saw it before the endpoint did.
+                    Some(session) if matches!(error, CopyError::PeerExited { .. }) => {
+                        if self.close(now, session, CloseReason::PeerDied).is_some() {
+                            let cause = CloseCause::PeerDied;
+                            self.reply(EndpointReply::Close { session, cause });
+                        }
+                    }
+                    Some(session) if error.ends_session() => self.cut_off(now, session, &error),
+                    _ => {}
                 }
             }
             let copied = Event::Copied {

@@ -19,7 +19,7 @@ pub(super) struct Client {
     pub(super) segments: ManagerSide,
     /// What the doorbell held when the sleep that is announced to this client began.
     pub(super) doorbell_seen: Option<u32>,
-    engine: EngineId,
+    pub(super) engine: EngineId,
     pid: u32,
     uid: u32,
     regions: Vec<Option<RegionHandle>>,

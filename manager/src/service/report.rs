@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use orbitkv_shm_protocol::ids::SessionId;
+use orbitkv_shm_protocol::ids::{EngineId, SessionId};
 use orbitkv_shm_protocol::record::Code;
 use orbitkv_shm_protocol::telemetry::{
     CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, RefuseReason,
@@ -10,7 +10,7 @@ use orbitkv_shm_protocol::telemetry::{
 };
 
 use super::{Service, Storage, TABLES_INTERVAL_NS};
-use crate::core::{Gauges, Nanos, Stats};
+use crate::core::{Gauges, LeaseView, Nanos, Stats};
 use crate::telemetry::Counters;
 use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
 
@@ -53,7 +53,7 @@ impl Service {
             self.telemetry.set_session(slot, &mirror);
             let core = &self.core;
             self.telemetry.set_operations(slot, operations_of(core, session));
-            self.telemetry.set_leases(slot, leases_of(core, session));
+            self.telemetry.set_leases(slot, leases_of(core, session, client.engine));
         }
         self.session_views = views;
         self.cut_off_violators(self.tables_shown_ns);
@@ -126,11 +126,17 @@ fn operations_of(
     })
 }
 
+/// Leases that count against a session, and those of its group whose own session has closed.
 fn leases_of(
     core: &crate::core::Core,
     session: SessionId,
+    engine: EngineId,
 ) -> impl Iterator<Item = LeaseMirror> + '_ {
-    core.lease_views().filter(move |view| view.session == Some(session)).filter_map(|view| {
+    let shown = move |view: &LeaseView| match view.session {
+        Some(owner) => owner == session,
+        None => view.group == Some(engine),
+    };
+    core.lease_views().filter(shown).filter_map(|view| {
         Some(LeaseMirror {
             id: view.lease,
             group: view.group?,
