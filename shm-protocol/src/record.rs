@@ -80,7 +80,8 @@ pub struct CompletionRecord {
     pub lease: u64,
     /// Bytes copied (save, restore), leased (query), or forgotten.
     pub bytes: u64,
-    /// Save: stored. Query: hit. Restore: restored. Forget: forgotten.
+    /// Save: stored. Query: hit. Prepare: pages of the prompt whose read was begun, whatever the
+    /// number of ranks. Restore: restored. Forget: forgotten.
     pub pages: u32,
     /// Query: hit pages that were in DRAM when the query was taken. Restore: pages that came from
     /// DRAM.
