@@ -47,6 +47,8 @@ const ENDS_PER_TURN: u32 = 256;
 const PARK_MAX: Duration = Duration::from_millis(50);
 /// How often tables that cost a walk are shown.
 const TABLES_INTERVAL_NS: Nanos = 20_000_000;
+/// See [`TABLES_INTERVAL_NS`]: at the latest, however long the walk takes.
+const TABLES_INTERVAL_NS_MAX: Nanos = 200_000_000;
 /// How long the last SSD orders may take at a stop.
 const STORAGE_STOP_MAX: Duration = Duration::from_secs(2);
 /// When they must have ended, counted from the begin of the stop: early enough for the 10 s that a
@@ -124,6 +126,8 @@ pub struct Service {
     stopping: Option<Stopping>,
     tables_shown_ns: Nanos,
     tables_interval_ns: Nanos,
+    /// Something happened since the tables were shown.
+    tables_stale: bool,
     /// Pages in DRAM and on SSD of each namespace, as last shown.
     namespaces_shown: Vec<(u64, u64)>,
     /// Buffer of a table turn.
@@ -177,6 +181,7 @@ impl Service {
             stopping: None,
             tables_shown_ns: 0,
             tables_interval_ns: TABLES_INTERVAL_NS,
+            tables_stale: true,
             namespaces_shown: Vec::new(),
             session_views: Vec::new(),
             turns: 0,
@@ -199,6 +204,7 @@ impl Service {
         progress |= self.execute();
         progress |= self.answer_evictions(now);
         progress |= self.advance_stop(now);
+        self.tables_stale |= progress;
         if self.telemetry.due(now) {
             self.report(now);
         }
@@ -242,6 +248,12 @@ impl Service {
         let mut timeout = PARK_MAX;
         if let Some(deadline) = self.core.next_deadline() {
             timeout = timeout.min(Duration::from_nanos(deadline.saturating_sub(now)));
+        }
+        if self.tables_stale {
+            // What inspection shows lags behind by one interval at most.
+            let shown = self.tables_shown_ns.saturating_add(self.tables_interval_ns);
+            let due = Duration::from_nanos(shown.saturating_sub(now));
+            timeout = timeout.min(due.max(Duration::from_micros(100)));
         }
         // Nobody rings when a queue that was full has room again, or when a stop is to advance.
         let behind = !self.refused.is_empty() || !self.replies.is_empty();

@@ -9,7 +9,7 @@ use orbitkv_shm_protocol::telemetry::{
     SpillOutcome, SsdFault,
 };
 
-use super::{Service, Storage, TABLES_INTERVAL_NS};
+use super::{Service, Storage, TABLES_INTERVAL_NS, TABLES_INTERVAL_NS_MAX};
 use crate::core::{Gauges, LeaseView, Nanos, Stats};
 use crate::telemetry::Counters;
 use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
@@ -20,6 +20,12 @@ impl Service {
         // Counters and the gauges that they sum up with, from one and the same moment.
         count(&mut self.telemetry.counters, self.core.stats());
         measure(&mut self.telemetry.counters, &self.core.gauges());
+        let (dram, ssd) = self
+            .core
+            .namespace_views()
+            .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
+        self.telemetry.counters.set(Metric::PoolResidentPages, dram);
+        self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
         for (reason, refused) in RefuseReason::ALL.iter().zip(&self.counters.turned_away) {
             let refused = refused.load(Ordering::Relaxed);
             self.telemetry.counters.set(Metric::SessionsRefused(*reason), refused);
@@ -30,7 +36,9 @@ impl Service {
             self.show_tables();
             // Many leases and operations make a walk long: it may take a twentieth of the time.
             let cost = self.clock.now().saturating_sub(now);
-            self.tables_interval_ns = TABLES_INTERVAL_NS.max(cost.saturating_mul(20));
+            self.tables_interval_ns =
+                cost.saturating_mul(20).clamp(TABLES_INTERVAL_NS, TABLES_INTERVAL_NS_MAX);
+            self.tables_stale = false;
         }
         self.telemetry.publish(now);
     }
@@ -82,10 +90,6 @@ impl Service {
             ssd_bytes: view.ssd_pages * view.page_bytes,
         });
         self.telemetry.set_namespaces(namespaces);
-        let sum = |(dram, ssd), (more_dram, more_ssd)| (dram + more_dram, ssd + more_ssd);
-        let (dram, ssd) = self.namespaces_shown.iter().copied().fold((0, 0), sum);
-        self.telemetry.counters.set(Metric::PoolResidentPages, dram);
-        self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
     }
 }
 
