@@ -7,7 +7,7 @@ use std::io::Read;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use manager::victim::{Traffic, Victim};
@@ -114,20 +114,20 @@ fn a_stop_under_load_ends_well() {
     for _ in 0..2 {
         let manager = Manager::start(folder.path(), &ssd);
         let path = manager.socket();
-        let working = AtomicBool::new(false);
+        let working = AtomicUsize::new(0);
         let silent = Raw::attach(&path);
         std::thread::scope(|threads| {
             for number in 0..3 {
                 let (path, working) = (&path, &working);
                 threads.spawn(move || {
                     let mut victim = Victim::attach(path, &format!("load {number}"));
+                    victim.round();
+                    working.fetch_add(1, Ordering::Relaxed);
                     // Ends when the Manager does; until then every byte is right.
-                    while victim.try_round().is_ok() {
-                        working.store(true, Ordering::Relaxed);
-                    }
+                    while victim.try_round().is_ok() {}
                 });
             }
-            while !working.load(Ordering::Relaxed) {
+            while working.load(Ordering::Relaxed) < 3 {
                 std::thread::yield_now();
             }
             let (code, log) = manager.stop();
