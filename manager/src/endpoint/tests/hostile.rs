@@ -236,10 +236,9 @@ fn no_history_of_a_hostile_peer_harms_anybody_else() {
     let mut stand = stand.into_inner();
     drop(bystander);
     stand.until_no_sessions();
-    // The histories did get somewhere.
+    // The histories did get somewhere: that some reach a definition is left to chance, these not.
     assert!(stand.closed(CloseCause::BadFraming) > 0);
     assert!(stand.closed(CloseCause::TooManyRefusals) > 0);
-    assert!(stand.scopes > 0);
 }
 
 #[test]
