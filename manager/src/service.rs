@@ -372,16 +372,13 @@ impl Service {
             if let Some(error) = end.error {
                 self.telemetry.counters.add(Metric::DeviceFaults(error.fault().into()), 1);
                 tracing::debug!(%error, "a copy stopped");
-                match owner {
-                    // The copy saw it before the endpoint did.
-                    Some(session) if matches!(error, CopyError::PeerExited { .. }) => {
-                        if self.close(now, session, CloseReason::PeerDied).is_some() {
-                            let cause = CloseCause::PeerDied;
-                            self.reply(EndpointReply::Close { session, cause });
-                        }
+                let died = matches!(error, CopyError::PeerExited { .. });
+                if let Some(session) = owner.filter(|_| error.ends_session()) {
+                    if died {
+                        self.mourn(now, session);
+                    } else {
+                        self.cut_off(now, session, &error);
                     }
-                    Some(session) if error.ends_session() => self.cut_off(now, session, &error),
-                    _ => {}
                 }
             }
             let copied = Event::Copied {
@@ -439,6 +436,13 @@ impl Service {
             tracing::warn!(session, pid, uid, suppressed, "cut off a session: {fault}");
         }
         self.reply(EndpointReply::Close { session, cause: CloseCause::RingFault });
+    }
+
+    /// A copy saw that a client's process has ended before the endpoint did.
+    fn mourn(&mut self, now: Nanos, session: SessionId) {
+        if self.close(now, session, CloseReason::PeerDied).is_some() {
+            self.reply(EndpointReply::Close { session, cause: CloseCause::PeerDied });
+        }
     }
 
     /// Takes nothing more from a client; counted once, whoever closes it first. `None` when it was
