@@ -212,9 +212,7 @@ impl Session {
     /// Whether a [`poll`](Self::poll) would find nothing and do nothing: a few loads.
     #[inline]
     pub(crate) fn is_silent(&self) -> bool {
-        self.side.completions.is_idle()
-            && !self.attention
-            && self.side.is_open()
+        self.side.completions.is_idle() && !self.attention && self.side.is_open()
     }
 
     /// The next completion, if there is one.
@@ -346,7 +344,7 @@ impl Session {
                 prepared_ns: answer.prepared_ns,
                 copied_ns: answer.copied_ns,
                 published_ns: answer.published_ns,
-                observed_ns: if has_stages(answer.kind) { monotonic_ns() } else { 0 },
+                observed_ns: if answer.kind.has_stages() { monotonic_ns() } else { 0 },
             },
         }
     }
@@ -433,12 +431,6 @@ fn check_answer(answer: &record::Completion, issued: &Issued) -> Result<(), Prot
         Some(lease) if answer.kind != RequestKind::Query => bad("lease", lease.0),
         _ => Ok(()),
     }
-}
-
-/// Kinds whose time is spent in stages. For the others a look at the clock is a good part of their
-/// cost and tells nothing.
-fn has_stages(kind: RequestKind) -> bool {
-    matches!(kind, RequestKind::Save | RequestKind::Query | RequestKind::Restore)
 }
 
 /// CLOCK_MONOTONIC, the clock of the stage times; answered by the vDSO without a system call, except the

@@ -204,7 +204,7 @@ impl Service {
         self.turns += 1;
         // What needs no copy and no disk is answered at once, before anything else is looked at.
         let mut progress = self.take_requests(now);
-        self.execute();
+        self.execute(now);
         progress |= self.retry_refused();
         progress |= self.take_endpoint_events(now);
         progress |= self.take_copy_ends(now);
@@ -213,7 +213,7 @@ impl Service {
             self.core.handle(now, Event::Tick, &mut self.effects);
         }
         self.core.pump(now, &mut self.effects);
-        progress |= self.execute();
+        progress |= self.execute(now);
         progress |= self.answer_evictions(now);
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
@@ -497,15 +497,19 @@ impl Service {
         Some(&mut self.clients[at])
     }
 
-    /// Executes every effect in order, then wakes whoever has new completions.
-    fn execute(&mut self) -> bool {
+    /// Executes every effect in order, in a turn that began at `now`, then wakes whoever has new completions.
+    fn execute(&mut self, now: Nanos) -> bool {
         if self.effects.list.is_empty() {
             return false;
         }
         std::mem::swap(&mut self.effects, &mut self.executing);
         let mut tables = std::mem::take(&mut self.executing);
         let mut list = std::mem::take(&mut tables.list);
-        let published_ns = self.clock.now();
+        let staged = |effect: &Effect| match effect {
+            Effect::Complete { completion, .. } => completion.kind.has_stages(),
+            _ => true,
+        };
+        let published_ns = if list.iter().any(staged) { self.clock.now() } else { now };
         for effect in list.drain(..) {
             self.effect(effect, &tables, published_ns);
         }
@@ -641,7 +645,7 @@ impl Service {
             false
         });
         self.evictions = waiting;
-        self.execute()
+        self.execute(now)
     }
 
     fn begin_stop(&mut self, now: Nanos) {
@@ -676,7 +680,7 @@ impl Service {
                 self.reply(EndpointReply::Close { session, cause: CloseCause::Stopping });
             }
         }
-        self.execute();
+        self.execute(now);
         true
     }
 

@@ -27,7 +27,7 @@ use std::sync::atomic::Ordering;
 use bytemuck::Pod;
 use rustix::io::Errno;
 
-use crate::layout::{CACHE_LINE, SECTION_ALIGN};
+use crate::layout::SECTION_ALIGN;
 use mapping::Mapping;
 
 pub(crate) use futex::wait_many as futex_wait_many;
@@ -39,9 +39,9 @@ mod mapping;
 #[cfg_attr(loom, path = "memory/words_loom.rs")]
 mod words;
 
+use words::At;
 #[cfg(loom)]
 pub use words::omit_fence;
-use words::At;
 pub use words::{FenceSide, full_fence};
 
 /// Whether this process may write a range of shared memory.
@@ -477,12 +477,11 @@ pub(crate) struct RecordPlace<R> {
 }
 
 impl<R> RecordPlace<R> {
-    /// Asks the cache for the lines of the record. Says nothing about what is there.
+    /// Asks the cache for the first line of the record; processors fetch the neighbour with it.
+    /// Says nothing about what is there.
     #[inline]
     pub(crate) fn prefetch(&self) {
-        for line in (0..size_of::<R>()).step_by(CACHE_LINE) {
-            self.at.prefetch(line);
-        }
+        self.at.prefetch();
     }
 }
 

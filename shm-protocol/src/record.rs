@@ -437,6 +437,15 @@ fn check_addressed(
     Ok(())
 }
 
+impl RequestKind {
+    /// Whether its time is spent in stages: its completion then carries when each was passed. For
+    /// the others a look at the clock would be a good part of their cost and tell nothing.
+    #[inline]
+    pub const fn has_stages(self) -> bool {
+        matches!(self, Self::Save | Self::Query | Self::Restore | Self::Prepare)
+    }
+}
+
 impl Request {
     /// Reads the operation out of a private copy of a record. Session, epoch and sequence are the
     /// ring's business and not looked at.

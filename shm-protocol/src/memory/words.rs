@@ -110,18 +110,15 @@ unsafe impl Send for At {}
 unsafe impl Sync for At {}
 
 impl At {
-    /// Asks the cache for the line `bytes` further on. Nothing else happens, wherever that is.
+    /// Asks the cache for its line; nothing else happens.
     #[inline]
-    pub(super) fn prefetch(self, bytes: usize) {
+    pub(super) fn prefetch(self) {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let line = self.0.as_ptr().wrapping_add(bytes).cast();
             // SAFETY: a prefetch reads nothing and never faults, at any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line) }
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.0.as_ptr().cast()) }
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = bytes;
     }
 }
 

@@ -85,7 +85,7 @@ impl Words {
 pub struct At(usize);
 
 impl At {
-    pub(super) fn prefetch(self, _bytes: usize) {}
+    pub(super) fn prefetch(self) {}
 }
 
 /// Which of the two ends of `wake-fence` a fence is.
