@@ -101,7 +101,9 @@ fn usage(error: &clap::Error, arguments: &[OsString]) -> String {
             let outer = verb.and_then(|verb| root.find_subcommand(verb));
             let accepted = verbs(outer.unwrap_or(&root));
             let what = outer.map_or_else(|| "verb".to_owned(), |verb| format!("{verb} kind"));
-            match error.get(ContextKind::InvalidSubcommand) {
+            let unknown = error.get(ContextKind::InvalidSubcommand);
+            // A missing one carries the name of its parent there.
+            match unknown.filter(|_| error.kind() == ErrorKind::InvalidSubcommand) {
                 Some(unknown) => {
                     format!("unknown {what} {:?}; accepted: {accepted}", unknown.to_string())
                 }
