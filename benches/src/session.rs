@@ -131,7 +131,6 @@ impl Session {
         let begin = ticks::now();
         let slice = length.slice();
         let (warm, end) = (begin + ticks.of(slice / WARM_UP), begin + ticks.of(slice));
-        let mut asked = 0;
         for at in 0.. {
             if wait == Wait::Asleep {
                 thread::sleep(SLEEP_GAP);
@@ -143,13 +142,12 @@ impl Session {
                     self.timed_query(chain, pages, wait)?
                 }
             };
-            asked += 1;
             let now = ticks::now();
             let over = now > end;
             if now > warm || over {
                 samples.add(taken);
             }
-            if over || length.count_max.is_some_and(|count| asked >= count) {
+            if over || length.count_max.is_some_and(|count| at as u64 + 1 >= count) {
                 break;
             }
         }

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 use orbitkv_manager::config::usage_line;
 
@@ -44,7 +44,8 @@ enum Verb {
     Evict(evict::EvictArgs),
     /// Check every image of a stopped Manager's SSD tier
     Verify(verify::VerifyArgs),
-    /// Measure this machine and OrbitKV on it
+    /// Measure OrbitKV beside the floors of this machine
+    #[command(arg_required_else_help = false)]
     Bench(bench::BenchVerb),
     /// One process of a benchmark
     #[command(hide = true)]
@@ -96,10 +97,18 @@ fn usage(error: &clap::Error, arguments: &[OsString]) -> String {
     let root = Cli::command();
     let verb = arguments.get(1).and_then(|verb| verb.to_str());
     match error.kind() {
-        ErrorKind::MissingSubcommand => format!("no verb; accepted: {}", verbs(&root)),
-        ErrorKind::InvalidSubcommand => {
-            let verb = verb.unwrap_or_default();
-            format!("unknown verb {verb:?}; accepted: {}", verbs(&root))
+        ErrorKind::MissingSubcommand | ErrorKind::InvalidSubcommand => {
+            let outer = verb.and_then(|verb| root.find_subcommand(verb));
+            let accepted = verbs(outer.unwrap_or(&root));
+            let what = outer.map_or_else(|| "verb".to_owned(), |verb| format!("{verb} kind"));
+            let unknown = error.get(ContextKind::InvalidSubcommand);
+            // A missing one carries the name of its parent there.
+            match unknown.filter(|_| error.kind() == ErrorKind::InvalidSubcommand) {
+                Some(unknown) => {
+                    format!("unknown {what} {:?}; accepted: {accepted}", unknown.to_string())
+                }
+                None => format!("no {what}; accepted: {accepted}"),
+            }
         }
         _ => {
             let command = verb.and_then(|verb| root.find_subcommand(verb)).unwrap_or(&root);

@@ -44,7 +44,7 @@ const WAITS: [(Wait, &str); 3] =
     [(Wait::Spin, "spinning"), (Wait::Park, "waiting"), (Wait::Asleep, "sleeping")];
 
 /// Steps of a round and beside the rounds, for the progress.
-pub(super) const STEPS_A_ROUND: u64 = 21;
+pub(super) const STEPS_A_ROUND: u64 = 22;
 pub(super) const STEPS_BESIDE: u64 = 3;
 
 /// The rounds under way.
@@ -102,8 +102,10 @@ impl<'a> Rounds<'a> {
                 }
             }
         }
-        self.rate(1, "eight_clients")?;
-        self.rate(4, "eight_clients/depth_4")
+        let both = self.cpus.to_vec();
+        self.rate(&both, 1, "eight_clients")?;
+        self.rate(&both, 4, "eight_clients/depth_4")?;
+        self.rate(&[ours], 1, "eight_clients/clients_on_one_core")
     }
 
     fn job(&self, cpus: &[usize], work: Work) -> Job {
@@ -261,15 +263,15 @@ impl<'a> Rounds<'a> {
         }
     }
 
-    /// Eight clients in a closed loop beside the Manager, nobody pinned.
-    fn rate(&mut self, depth: u32, prefix: &str) -> Result<(), BenchError> {
+    /// Eight clients on `cpus` in a closed loop beside the Manager, which may use both cores.
+    fn rate(&mut self, cpus: &[usize], depth: u32, prefix: &str) -> Result<(), BenchError> {
         let work = Work::Throughput {
             socket: self.two.socket(),
             chains: self.options.chains,
             depth,
             slice_ns: self.slice_ns() * u64::from(RATE_SLICES),
         };
-        let job = self.job(&self.cpus, work);
+        let job = self.job(cpus, work);
         let mut crew = Crew::start("rate", CLIENTS, &job, self.options.interrupted)?;
         let answers = crew.measure()?;
         crew.end()?;
