@@ -6,6 +6,7 @@
 pub mod cli;
 pub mod content;
 mod demo;
+mod doctor;
 mod evict;
 mod exit;
 mod html;
@@ -18,6 +19,7 @@ mod serve;
 mod signal;
 pub mod simulate;
 mod table;
+mod top;
 pub mod trace;
 mod verify;
 pub mod workload;
