@@ -16,3 +16,4 @@ pub mod service;
 pub mod ssd;
 pub mod telemetry;
 pub mod units;
+pub mod wake;

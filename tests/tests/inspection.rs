@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use orbitkv_engine::{Deadline, QueryMode};
 use orbitkv_shm_protocol::bootstrap::peer::lock_path;
 use orbitkv_shm_protocol::inspect::LifeState;
-use orbitkv_shm_protocol::telemetry::{Metric, TELEMETRY_BYTES, resolved_socket, segment_name};
+use orbitkv_shm_protocol::telemetry::{
+    LeaseEnd, Metric, TELEMETRY_BYTES, resolved_socket, segment_name,
+};
 use orbitkv_tests::engine::{Engine, blocks, hashes, namespace};
 use orbitkv_tests::manager::{PATIENCE, Setup};
 use orbitkv_tests::setup;
@@ -322,6 +324,21 @@ fn outstanding_work_is_shown_exactly() {
     let cancel = engine.client.cancel(waits).unwrap();
     let _ = engine.end(cancel).ok();
     manager.settle("nothing runs", |seen| seen.operations.is_empty());
+}
+
+/// Goal: an idle Manager shows the end of a lease that nobody asked about.
+#[test]
+fn an_expired_lease_leaves_the_list() {
+    let manager = setup!().flag("--lease-ttl", "100ms").start();
+    let mut engine = Engine::attach(&manager.socket(), namespace("list", 4 * KIB), 2);
+    let pages = hashes(1, 0..2);
+    let _ = engine.save(&blocks(&pages, 0)).ok();
+    let _forgotten = engine.query(&pages, QueryMode::Demand).ok().leased();
+    let seen = manager.settle("it expires", |seen| {
+        seen.counters.get(Metric::LeasesGranted) == 1 && seen.leases.is_empty()
+    });
+    assert_eq!(seen.counters.get(Metric::LeasesEnded(LeaseEnd::Expired)), 1);
+    manager.settle("no bytes", |seen| seen.sessions[0].leased_bytes == 0);
 }
 
 /// Goal: what a draining Manager does not take any more is shown as queued. Method: a query that

@@ -10,7 +10,7 @@ use orbitkv_manager::config::usage_line;
 
 use crate::exit::{Exit, ToolError};
 use crate::output::{complain, print};
-use crate::{demo, doctor, evict, inspect, replay, serve, simulate, top, verify};
+use crate::{bench, demo, doctor, evict, inspect, replay, serve, simulate, top, verify};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -48,6 +48,11 @@ enum Verb {
     Verify(verify::VerifyArgs),
     /// What this machine allows, each line with its fix
     Doctor(doctor::DoctorArgs),
+    /// Measure this machine and OrbitKV on it
+    Bench(bench::BenchVerb),
+    /// One process of a benchmark
+    #[command(hide = true)]
+    BenchPart,
     /// One engine of a replay
     #[command(hide = true)]
     ReplayEngine,
@@ -81,6 +86,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Verb::Verify(args) => verify::run(args),
         Verb::Doctor(args) => doctor::run(&args),
         Verb::DoctorTarget => doctor::be_target(),
+        Verb::Bench(verb) => bench::run(verb),
+        Verb::BenchPart => Ok(bench::run_part()),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
     };
     finish(outcome)

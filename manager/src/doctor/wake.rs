@@ -1,50 +1,37 @@
 //! What it costs to wake a sleeping thread, and how long it pays to spin instead.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use orbitkv_shm_protocol::doorbell::{ControlBell, wait_many};
-use orbitkv_shm_protocol::inspect::now_ns;
+use orbitkv_shm_protocol::spin::{WINDOW_UNMEASURED, window_of};
 
 use super::Check;
+use crate::clock::Clock;
+use crate::wake;
 
-/// Wakes that are measured.
-const WAKES: usize = 64;
-/// How long the waker lets the sleeper fall asleep.
-const LULL: Duration = Duration::from_micros(300);
-/// Longest time for all of it.
-const TIME_MAX: Duration = Duration::from_secs(2);
-/// A wake that takes longer than this makes sleeping engines slow.
-const SLOW_NS: u64 = 200_000;
+/// A wake that takes longer than this makes engines that sleep slow.
+const SLOW: Duration = Duration::from_micros(200);
 
-/// Medians of one-way wakes, in nanoseconds.
-struct Wakes {
-    /// From the ring to the sleeper's first instruction.
-    one_way: u64,
-    /// What the ringing thread itself loses.
-    waker: u64,
+/// Measured as `serve` measures it at start-up.
+pub(super) fn check(cores: u32) -> Check {
+    judge(cores, wake::measure(&Clock::monotonic()))
 }
 
-pub(super) fn check(cores: u32) -> Check {
+fn judge(cores: u32, wake: Option<Duration>) -> Check {
     let name = "wake";
-    let Some(Wakes { one_way, waker }) = measure() else {
+    let spin = |window: Duration| match cores {
+        0 | 1 => "one core: no wait spins".to_owned(),
+        _ => format!("waits spin for {} before they sleep", micros(window)),
+    };
+    let Some(wake) = wake else {
         return Check::warn(
             name,
-            "could not be measured within 2 s",
+            format!("could not be measured; {}", spin(WINDOW_UNMEASURED)),
             "the machine is very busy: try again when it is quiet",
         );
     };
-    let spin = if cores > 1 {
-        format!("waits spin {} to {} before they sleep", micros(one_way), micros(2 * one_way))
-    } else {
-        "one core: no wait spins".to_owned()
-    };
-    let found = format!(
-        "{} from the ring to a thread that slept, {} of it lost by the waker; {spin}",
-        micros(one_way),
-        micros(waker)
-    );
-    if one_way > SLOW_NS {
+    let found =
+        format!("{} from the ring to a thread that slept; {}", micros(wake), spin(window_of(wake)));
+    if wake > SLOW {
         return Check::warn(
             name,
             found,
@@ -55,82 +42,23 @@ pub(super) fn check(cores: u32) -> Check {
     Check::ok(name, found)
 }
 
-fn micros(nanos: u64) -> String {
-    format!("{}.{} µs", nanos / 1000, nanos % 1000 / 100)
-}
-
-/// One thread sleeps again and again, the other rings and writes down when.
-fn measure() -> Option<Wakes> {
-    let bell = ControlBell::new();
-    let ringer = bell.ringer();
-    // When the last ring was made; zero ends the sleeper, and its answer is the time it woke.
-    let (rung, woken) = (AtomicU64::new(1), AtomicU64::new(1));
-    let (mut one_way, mut waker) = (Vec::new(), Vec::new());
-    std::thread::scope(|scope| {
-        let (rung, woken) = (&rung, &woken);
-        scope.spawn(move || {
-            let mut seen_ring = 1;
-            loop {
-                let seen = bell.sleeper().begin();
-                if rung.load(Ordering::Acquire) == seen_ring {
-                    wait_many(&[(bell.sleeper(), seen)], Duration::from_millis(50));
-                }
-                let now = now_ns();
-                bell.sleeper().end();
-                let ring = rung.load(Ordering::Acquire);
-                if ring == 0 {
-                    return;
-                }
-                if ring != seen_ring {
-                    seen_ring = ring;
-                    woken.store(now, Ordering::Release);
-                }
-            }
-        });
-        let began = Instant::now();
-        while one_way.len() < WAKES && began.elapsed() < TIME_MAX {
-            std::thread::sleep(LULL);
-            let last = woken.load(Ordering::Acquire);
-            let start = now_ns();
-            rung.store(start, Ordering::Release);
-            let called = ringer.ring();
-            let end = now_ns();
-            while woken.load(Ordering::Acquire) == last && began.elapsed() < TIME_MAX {
-                std::thread::yield_now();
-            }
-            let answer = woken.load(Ordering::Acquire);
-            // One that was not asleep yet proves nothing.
-            if called && answer > start {
-                one_way.push(answer - start);
-                waker.push(end - start);
-            }
-        }
-        rung.store(0, Ordering::Release);
-        ringer.ring();
-    });
-    Some(Wakes { one_way: median(one_way)?, waker: median(waker)? })
-}
-
-fn median(mut values: Vec<u64>) -> Option<u64> {
-    values.sort_unstable();
-    values.get(values.len() / 2).copied()
+fn micros(time: Duration) -> String {
+    format!("{:.1} µs", time.as_nanos() as f64 / 1e3)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::Status;
     use super::*;
 
     #[test]
-    fn wakes_are_measured() {
-        let wakes = measure().expect("a machine that wakes a thread once in two seconds");
-        assert!(wakes.one_way > 0);
-        let found = check(1).found;
-        assert!(found.contains("no wait spins"), "{found}");
-    }
-
-    #[test]
-    fn nanoseconds_are_shown_in_microseconds() {
-        assert_eq!((micros(999), micros(12_345)), ("0.9 µs".into(), "12.3 µs".into()));
-        assert_eq!((median(vec![3, 1, 2]), median(vec![])), (Some(2), None));
+    fn wakes_are_judged_and_the_window_is_told() {
+        let fast = judge(2, Some(Duration::from_micros(20)));
+        assert_eq!(fast.status, Status::Ok);
+        let window = micros(window_of(Duration::from_micros(20)));
+        assert!(fast.found.contains("20.0 µs") && fast.found.contains(&window), "{fast:?}");
+        assert!(judge(1, Some(SLOW)).found.contains("no wait spins"));
+        assert_eq!(judge(2, Some(SLOW * 2)).status, Status::Warn);
+        assert_eq!(judge(2, None).status, Status::Warn);
     }
 }

@@ -37,6 +37,7 @@ impl Service {
                 cost.saturating_mul(20).clamp(TABLES_INTERVAL_NS, TABLES_INTERVAL_NS_MAX);
         }
         self.telemetry.publish(now);
+        self.numbers_stale = false;
     }
 
     /// Shows where the rings are whose positions moved in this turn.
