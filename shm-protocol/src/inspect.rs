@@ -8,6 +8,7 @@
 //! end the reader by SIGBUS, as with any mapped file.
 
 mod numbers;
+mod queued;
 mod snapshot;
 mod view;
 
@@ -143,6 +144,11 @@ pub fn read(socket: &Path) -> Result<Snapshot, InspectError> {
         }
         Err(Absent::Error(error)) => return Err(error),
     };
+    let manager = &snapshot.manager;
+    let still = manager.heartbeat_age_ms > queued::LOOK_AFTER_MS;
+    if manager.pid != 0 && manager.state != LifeState::Dead && still {
+        queued::look_at_clients(&mut snapshot);
+    }
     if let Err(errno) = held {
         let lock = lock.display();
         snapshot.manager.problems.push(format!("the lock {lock} cannot be probed: {errno}"));

@@ -326,6 +326,47 @@ fn outstanding_work_is_shown_exactly() {
     manager.settle("nothing runs", |seen| seen.operations.is_empty());
 }
 
+/// Goal: what waits in the rings of a Manager that hangs is shown, though it cannot look itself.
+/// Method: the client works on while the Manager is stopped; afterwards everything ends.
+#[test]
+fn requests_to_a_stopped_manager_are_shown_as_queued() {
+    let manager = setup!().start();
+    let mut engine = Engine::attach(&manager.socket(), namespace("stopped", 4 * KIB), 4);
+    let mut idle = Engine::attach(&manager.socket(), namespace("idle", 4 * KIB), 4);
+    for _ in 0..5 {
+        engine.client.ping().unwrap();
+    }
+    engine.client.submit().unwrap();
+    manager.settle("answered", |seen| {
+        seen.rings.iter().any(|ring| ring.completions_queued == 5) && seen.sessions.len() == 2
+    });
+    kill_process(manager.pid(), Signal::STOP).unwrap();
+    for _ in 0..2 {
+        let _ = engine.next_end();
+    }
+    for _ in 0..7 {
+        engine.client.ping().unwrap();
+    }
+    engine.client.submit().unwrap();
+    let seen = wait_for_state(manager.setup(), "unresponsive");
+    let of = |session: u32| {
+        let rings = seen["rings"].as_array().unwrap();
+        rings.iter().find(|ring| ring["session"] == session).unwrap()
+    };
+    let ring = of(engine.client.session().0);
+    assert_eq!((&ring["requests_queued"], &ring["completions_queued"]), (&7.into(), &3.into()));
+    assert_eq!(ring["credits_used"], 10);
+    let ring = of(idle.client.session().0);
+    assert_eq!((&ring["requests_queued"], &ring["credits_used"]), (&0.into(), &0.into()));
+    kill_process(manager.pid(), Signal::CONT).unwrap();
+    for _ in 0..10 {
+        let _ = engine.next_end();
+    }
+    manager.settle("all is read", |seen| seen.rings.iter().all(|ring| ring.credits_used == 0));
+    idle.client.ping().unwrap();
+    let _ = idle.next_end();
+}
+
 /// Goal: an idle Manager shows the end of a lease that nobody asked about.
 #[test]
 fn an_expired_lease_leaves_the_list() {
