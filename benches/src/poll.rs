@@ -84,7 +84,7 @@ pub(crate) fn measure(socket: &Path, slice: Duration) -> Result<Polled, BenchErr
     }
     let batches = FIRST_BATCH..FIRST_BATCH + word(BATCHES) as usize;
     let times: Vec<f64> =
-        batches.map(|line| ticks.ns(word(line)) / POLLS_PER_BATCH as f64).collect();
+        batches.map(|line| ticks.ns(word(line) as f64) / POLLS_PER_BATCH as f64).collect();
     Ok(Polled { ns: median(&times), syscalls: 0, allocations: word(ALLOCATIONS) })
 }
 

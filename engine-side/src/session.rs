@@ -204,8 +204,17 @@ impl Session {
             || self.state() == SessionState::Closed
     }
 
-    /// The next completion, if there is one.
+    /// Whether a [`poll`](Self::poll) would find nothing and do nothing: a few loads.
     #[inline]
+    pub(crate) fn is_silent(&self) -> bool {
+        !self.side.completions.ready()
+            && self.readable.is_none()
+            && self.gone.is_none()
+            && self.result_fault.get().is_none()
+            && self.side.is_open()
+    }
+
+    /// The next completion, if there is one.
     pub(crate) fn poll(&mut self) -> Result<Option<Completion>, Gone> {
         if let Some(readable) = self.readable.take() {
             self.ranges.release(readable.range);
@@ -235,7 +244,6 @@ impl Session {
         }
     }
 
-    #[inline]
     fn accept_or_fail(&mut self, record: &CompletionRecord) -> Result<Option<Completion>, Gone> {
         self.side.completions.release();
         match self.accept(record) {
