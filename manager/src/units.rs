@@ -70,7 +70,7 @@ pub fn rounded(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     match units.into_iter().find(|(bits, _)| bytes >> bits > 0) {
         Some((bits, unit)) => {
-            let tenths = u128::from(bytes) * 10 >> bits;
+            let tenths = (u128::from(bytes) * 10) >> bits;
             match (tenths / 10, tenths % 10) {
                 (whole, 0) => format!("{whole} {unit}"),
                 (whole, tenth) => format!("{whole}.{tenth} {unit}"),

@@ -165,8 +165,8 @@ fn damaged(error: InspectError, alive: bool, socket: &Path) -> Snapshot {
     snapshot
 }
 
-/// The snapshot, where nobody holds the lock after a second look: a runtime folder that lost the
-/// lock of a Manager that serves on must not make it dead. A heartbeat that moves is proof.
+/// The snapshot of a readable segment. Where nobody holds the lock its heart is listened to for a
+/// moment: a Manager whose lock file was taken away under it is not dead while that beats.
 fn judge_life(reader: &SegmentReader, alive: bool, lock: &Path) -> Snapshot {
     let beat = reader.heartbeat_ns();
     let age_ns = now_ns().saturating_sub(beat);

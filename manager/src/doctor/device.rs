@@ -40,7 +40,7 @@ pub struct Target {
 /// Tried on a child process, by the code that registers an engine's memory.
 pub(super) fn process_vm(target: Result<&Target, &String>) -> Check {
     let scope = read("/proc/sys/kernel/yama/ptrace_scope").and_then(|text| text.parse().ok());
-    let probed = target.map_err(String::to_string).and_then(|target| probe(target));
+    let probed = target.map_err(String::to_string).and_then(probe);
     judge_process_vm(&probed, scope, has_capability(CAP_SYS_PTRACE))
 }
 
