@@ -1,7 +1,11 @@
-//! `/metrics` and `/healthz` over HTTP/1.x: one connection at a time, every size and time bounded.
+//! `/metrics` and `/healthz` over HTTP/1.x, on one thread.
 //!
 //! Both pages are made from closures, so that this thread never asks the reactor anything: a hung
 //! Manager still answers here, and says that it hangs.
+//!
+//! Every size, time and number is bounded, and nobody waits for anybody: a peer that sends half a
+//! request or reads half an answer keeps one of [`CONNECTIONS_MAX`] places until its time is up, or
+//! until somebody new needs the place.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -12,23 +16,28 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
-use rustix::io::Errno;
 use rustix::time::Timespec;
 
 /// Longest request head, in bytes. What follows it is never read.
 pub const REQUEST_BYTES_MAX: usize = 8192;
 /// Longest time for the request to come, and again for the answer to go.
 pub const EXCHANGE_MAX: Duration = Duration::from_secs(2);
+/// Connections that are served at a time. One more takes the place of the oldest.
+pub const CONNECTIONS_MAX: usize = 16;
+/// Connections that are accepted before those that are open get their turn.
+const ACCEPTS_PER_TURN: usize = 16;
+/// Parts that one connection may send in its turn.
+const READS_PER_TURN: usize = 4;
 /// Pause when the system has no descriptor for a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What `/healthz` says.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Health {
     /// 200 when true, else 503.
     pub healthy: bool,
-    /// The state in one word, as the body.
-    pub state: &'static str,
+    /// The body: the state in one word, and after a colon the reason if it is not the best one.
+    pub state: String,
 }
 
 /// What the two pages hold.
@@ -116,107 +125,145 @@ impl Drop for HttpThread {
 }
 
 fn run(listener: &TcpListener, stop: &Stop, pages: &impl Pages) {
+    // In the order of their arrival.
+    let mut open: Vec<Exchange> = Vec::with_capacity(CONNECTIONS_MAX);
     while !stop.asked.load(Ordering::Acquire) {
-        let mut polled = [
-            PollFd::from_borrowed_fd(stop.bell.as_fd(), PollFlags::IN),
-            PollFd::new(listener, PollFlags::IN),
-        ];
-        // Interrupted or not: what is ready shows below.
-        let _ = rustix::event::poll(&mut polled, None);
-        match listener.accept() {
-            Ok((connection, _)) => {
-                if let Err(error) = exchange(connection, pages, stop) {
+        let ready = wait(listener, stop, &open);
+        let now = Instant::now();
+        let mut ready = ready.into_iter();
+        open.retain_mut(|exchange| {
+            let ready = ready.next().unwrap_or(false);
+            match exchange.step(ready, now, pages) {
+                Ok(goes_on) => goes_on,
+                Err(error) => {
                     tracing::debug!("http connection: {error}");
+                    false
                 }
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+        });
+        accept(listener, &mut open);
+    }
+}
+
+/// Sleeps until something can be done or is too late; says which exchanges can go on.
+fn wait(listener: &TcpListener, stop: &Stop, open: &[Exchange]) -> Vec<bool> {
+    let mut polled = Vec::with_capacity(open.len() + 2);
+    polled.push(PollFd::from_borrowed_fd(stop.bell.as_fd(), PollFlags::IN));
+    polled.push(PollFd::new(listener, PollFlags::IN));
+    polled.extend(open.iter().map(|exchange| PollFd::new(&exchange.connection, exchange.waits())));
+    let timeout = open.iter().map(|exchange| exchange.deadline).min().map(|deadline| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+    });
+    // Interrupted or not: what is ready shows.
+    let _ = rustix::event::poll(&mut polled, timeout.as_ref());
+    polled[2..].iter().map(|polled| !polled.revents().is_empty()).collect()
+}
+
+fn accept(listener: &TcpListener, open: &mut Vec<Exchange>) {
+    for _ in 0..ACCEPTS_PER_TURN {
+        match listener.accept() {
+            Ok((connection, _)) => {
+                if open.len() >= CONNECTIONS_MAX {
+                    open.remove(0);
+                }
+                match Exchange::new(connection) {
+                    Ok(exchange) => open.push(exchange),
+                    Err(error) => tracing::debug!("http connection: {error}"),
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
                 tracing::debug!("http accept: {error}");
                 std::thread::sleep(ACCEPT_PAUSE);
+                return;
             }
         }
     }
 }
 
-fn exchange(mut connection: TcpStream, pages: &impl Pages, stop: &Stop) -> io::Result<()> {
-    connection.set_nonblocking(true)?;
-    let answer = match read_head(&mut connection, stop)? {
-        Head::Whole(head) => answer(&head, pages),
-        Head::TooLong => Answer::error(431, "request head is longer than 8192 bytes"),
-        Head::TooLate => Answer::error(408, "request did not come within 2 s"),
-        Head::Cut => return Ok(()),
-    };
-    write_within(&mut connection, &answer.bytes(), stop)?;
-    connection.shutdown(std::net::Shutdown::Write)
-}
-
-enum Head {
-    Whole(Vec<u8>),
-    TooLong,
-    TooLate,
-    /// The peer closed before its request was whole, or we end.
-    Cut,
-}
-
-/// What a wait for a connection ended with.
-enum Waited {
-    Ready,
-    TooLate,
-    Stopping,
-}
-
-/// Waits until the connection can be read or written, until `deadline`, or until we end.
-fn wait(
-    connection: &TcpStream,
-    flags: PollFlags,
+/// One request and its answer.
+struct Exchange {
+    connection: TcpStream,
     deadline: Instant,
-    stop: &Stop,
-) -> io::Result<Waited> {
-    loop {
-        if stop.asked.load(Ordering::Acquire) {
-            return Ok(Waited::Stopping);
-        }
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Ok(Waited::TooLate);
-        }
-        let mut polled = [
-            PollFd::new(connection, flags),
-            PollFd::from_borrowed_fd(stop.bell.as_fd(), PollFlags::IN),
-        ];
-        let timeout =
-            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match rustix::event::poll(&mut polled, Some(&timeout)) {
-            Ok(_) if !polled[0].revents().is_empty() => return Ok(Waited::Ready),
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-    }
+    head: Vec<u8>,
+    /// What is still to be written, once the request is known.
+    answer: Option<(Vec<u8>, usize)>,
 }
 
-fn read_head(connection: &mut TcpStream, stop: &Stop) -> io::Result<Head> {
-    let deadline = Instant::now() + EXCHANGE_MAX;
-    let mut head = Vec::with_capacity(1024);
-    let mut part = [0; 1024];
-    loop {
-        match wait(connection, PollFlags::IN, deadline, stop)? {
-            Waited::Ready => {}
-            Waited::TooLate => return Ok(Head::TooLate),
-            Waited::Stopping => return Ok(Head::Cut),
+impl Exchange {
+    fn new(connection: TcpStream) -> io::Result<Self> {
+        connection.set_nonblocking(true)?;
+        let deadline = Instant::now() + EXCHANGE_MAX;
+        Ok(Self { connection, deadline, head: Vec::new(), answer: None })
+    }
+
+    fn waits(&self) -> PollFlags {
+        if self.answer.is_some() { PollFlags::OUT } else { PollFlags::IN }
+    }
+
+    /// Does what can be done without waiting. False when the exchange is over.
+    fn step(&mut self, ready: bool, now: Instant, pages: &impl Pages) -> io::Result<bool> {
+        if self.answer.is_none() {
+            let answer = match if ready { self.read_head()? } else { Head::Part } {
+                Head::Whole => answer(&self.head, pages),
+                Head::TooLong => Answer::error(431, "request head is longer than 8192 bytes"),
+                Head::Cut => return Ok(false),
+                Head::Part if now >= self.deadline => {
+                    Answer::error(408, "request did not come within 2 s")
+                }
+                Head::Part => return Ok(true),
+            };
+            self.answer = Some((answer.bytes(), 0));
+            self.deadline = now + EXCHANGE_MAX;
+        } else if !ready {
+            return Ok(now < self.deadline);
         }
-        match connection.read(&mut part) {
-            Ok(0) => return Ok(Head::Cut),
-            Ok(bytes) => head.extend_from_slice(&part[..bytes]),
+        self.write_answer()
+    }
+
+    fn read_head(&mut self) -> io::Result<Head> {
+        let mut part = [0; 1024];
+        for _ in 0..READS_PER_TURN {
+            match self.connection.read(&mut part) {
+                Ok(0) => return Ok(Head::Cut),
+                Ok(bytes) => self.head.extend_from_slice(&part[..bytes]),
+                Err(error) if try_again(&error) => return Ok(Head::Part),
+                Err(error) => return Err(error),
+            }
+            if self.head.windows(4).any(|window| window == b"\r\n\r\n") {
+                return Ok(Head::Whole);
+            }
+            if self.head.len() > REQUEST_BYTES_MAX {
+                return Ok(Head::TooLong);
+            }
+        }
+        Ok(Head::Part)
+    }
+
+    /// Writes what the peer takes now. False when that was all of it.
+    fn write_answer(&mut self) -> io::Result<bool> {
+        let Some((bytes, written)) = &mut self.answer else { return Ok(true) };
+        match self.connection.write(&bytes[*written..]) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(more) => *written += more,
             Err(error) if try_again(&error) => {}
             Err(error) => return Err(error),
         }
-        if head.windows(4).any(|window| window == b"\r\n\r\n") {
-            return Ok(Head::Whole(head));
+        if *written < bytes.len() {
+            return Ok(true);
         }
-        if head.len() > REQUEST_BYTES_MAX {
-            return Ok(Head::TooLong);
-        }
+        self.connection.shutdown(std::net::Shutdown::Write)?;
+        Ok(false)
     }
+}
+
+enum Head {
+    Whole,
+    Part,
+    TooLong,
+    /// The peer closed before its request was whole.
+    Cut,
 }
 
 fn try_again(error: &io::Error) -> bool {
@@ -288,30 +335,12 @@ fn answer(head: &[u8], pages: &impl Pages) -> Answer {
         },
         "/healthz" => {
             let health = pages.health();
-            Answer::error(if health.healthy { 200 } else { 503 }, health.state)
+            Answer::error(if health.healthy { 200 } else { 503 }, &health.state)
         }
         _ => Answer::error(404, "only /metrics and /healthz are served"),
     };
     answer.head_only = method == "HEAD";
     answer
-}
-
-fn write_within(connection: &mut TcpStream, mut bytes: &[u8], stop: &Stop) -> io::Result<()> {
-    let deadline = Instant::now() + EXCHANGE_MAX;
-    while !bytes.is_empty() {
-        match wait(connection, PollFlags::OUT, deadline, stop)? {
-            Waited::Ready => {}
-            Waited::TooLate => return Err(io::ErrorKind::TimedOut.into()),
-            Waited::Stopping => return Ok(()),
-        }
-        match connection.write(bytes) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => bytes = &bytes[written..],
-            Err(error) if try_again(&error) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -326,7 +355,7 @@ mod tests {
         }
 
         fn health(&self) -> Health {
-            Health { healthy: false, state: "draining" }
+            Health { healthy: false, state: "draining".to_owned() }
         }
     }
 
@@ -389,12 +418,36 @@ mod tests {
         drop(TcpStream::connect(server.address()).unwrap());
         let mut dawdler = TcpStream::connect(server.address()).unwrap();
         dawdler.write_all(b"GET /met").unwrap();
-        // Served after the dawdler was given up.
+        // Served beside the dawdler.
         let answer = ask(&server, b"GET /healthz HTTP/1.1\r\n\r\n");
         assert!(answer.starts_with("HTTP/1.1 503 "));
         let mut text = String::new();
         dawdler.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 408 "), "{text}");
+    }
+
+    /// Goal: however many peers dawdle, the next request is served at once, not after their
+    /// times. Method: far more of them than places, each with half a request or a whole one whose
+    /// answer it does not read; every request beside them is answered whole.
+    #[test]
+    fn a_crowd_of_dawdlers_keeps_nobody_from_being_served() {
+        let server = start();
+        let mut crowd = Vec::new();
+        let began = Instant::now();
+        for round in 0..8 {
+            for number in 0..CONNECTIONS_MAX {
+                let mut dawdler = TcpStream::connect(server.address()).unwrap();
+                let half = number % 2 == 0;
+                let request: &[u8] =
+                    if half { b"GET /met" } else { b"GET /metrics HTTP/1.1\r\n\r\n" };
+                dawdler.write_all(request).unwrap();
+                crowd.push(dawdler);
+            }
+            let answer = ask(&server, b"GET /healthz HTTP/1.1\r\n\r\n");
+            assert!(answer.ends_with("\r\n\r\ndraining\n"), "round {round}: {answer}");
+        }
+        // One after the other they would have had two seconds each.
+        assert!(began.elapsed() < EXCHANGE_MAX * crowd.len() as u32, "never so slow");
     }
 
     struct Huge;
@@ -406,7 +459,7 @@ mod tests {
         }
 
         fn health(&self) -> Health {
-            Health { healthy: true, state: "ready" }
+            Health { healthy: true, state: "ready".to_owned() }
         }
     }
 

@@ -5,6 +5,7 @@ pub mod clock;
 pub mod config;
 pub mod core;
 pub mod device;
+pub mod doctor;
 pub mod endpoint;
 pub mod error;
 pub mod http;

@@ -405,10 +405,11 @@ impl Pages for TelemetryPages {
 
     fn health(&self) -> Health {
         let life = self.0.life();
-        Health {
-            healthy: matches!(life, LifeState::Ready | LifeState::Degraded),
-            state: life.label(),
-        }
+        let healthy = matches!(life, LifeState::Ready | LifeState::Degraded);
+        let reason = self.0.reason(life);
+        let state =
+            reason.map_or(life.label().to_owned(), |why| format!("{}: {why}", life.label()));
+        Health { healthy, state }
     }
 }
 

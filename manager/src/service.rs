@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use orbitkv_shm_protocol::doorbell::{ControlBell, WAIT_WORDS_MAX, wait_many};
 use orbitkv_shm_protocol::ids::{OperationId, RegionId, SessionId};
-use orbitkv_shm_protocol::record::{Completion, PageEntry, RequestKind, Status};
+use orbitkv_shm_protocol::record::{Completion, PageEntry, RequestKind, SessionState, Status};
 use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
 
 use crate::clock::{Clock, nanos_of};
@@ -211,6 +211,8 @@ impl Service {
         progress |= self.take_storage_ends(now);
         if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.core.handle(now, Event::Tick, &mut self.effects);
+            // A lease may have expired, of which nobody is told.
+            self.tables_stale = true;
         }
         self.core.pump(now, &mut self.effects);
         progress |= self.execute(now);
@@ -218,6 +220,9 @@ impl Service {
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
         self.numbers_stale |= progress;
+        if progress {
+            self.mirror_rings();
+        }
         if self.telemetry.due(now) {
             self.report(now);
         }
@@ -333,7 +338,7 @@ impl Service {
                 };
                 self.core.handle(now, opened, &mut self.effects);
                 let mut client = Client::new(*ready, now);
-                client.slot = self.telemetry.open_session(&client.mirror(None));
+                client.slot = self.telemetry.open_session(&client.mirror(now, None));
                 debug_assert!(self.clients.last().is_none_or(|last| last.session < client.session));
                 self.clients.push(client);
             }
@@ -480,9 +485,14 @@ impl Service {
         reason: CloseReason,
     ) -> Option<&mut Client> {
         let at = self.position(session)?;
-        if std::mem::replace(&mut self.clients[at].closed, true) {
+        let client = &mut self.clients[at];
+        if std::mem::replace(&mut client.closed, true) {
             return None;
         }
+        // What it was owed comes before the word that nothing more does.
+        client.flush();
+        client.segments.set_state(SessionState::Closed);
+        client.segments.ringer.ring();
         self.telemetry.counters.add(Metric::SessionsClosed(reason), 1);
         self.core.handle(now, Event::SessionClosed { session }, &mut self.effects);
         Some(&mut self.clients[at])
@@ -654,6 +664,9 @@ impl Service {
         }
         tracing::info!("stopping: no new requests, draining what runs");
         self.telemetry.set_state(ManagerState::Draining);
+        for client in self.clients.iter().filter(|client| !client.closed) {
+            client.segments.set_state(SessionState::Draining);
+        }
         self.stopping = Some(Stopping {
             began: now,
             close_sessions_at: now.saturating_add(nanos_of(STOP_GRACE)),

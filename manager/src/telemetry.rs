@@ -26,14 +26,16 @@ use orbitkv_shm_protocol::ids::Epoch;
 use orbitkv_shm_protocol::inspect::{LifeState, Snapshot, now_ns};
 use orbitkv_shm_protocol::telemetry::{
     CONFIG, CONFIG_WORDS, DEVICE_ROWS, DEVICES, DeviceRow, HTTP_WORDS, Identity, LeaseRow,
-    ManagerState, Metric, NAMESPACES, NUMBERS, OperationRow, PAGE_MODE_WORDS, SESSION_ROWS,
-    SegmentReader, SegmentWriter, SessionRow, TEXTS, leases_group, operations_group, session_group,
-    text_words,
+    ManagerState, Metric, NAMESPACES, NUMBERS, NamespaceRow, OperationRow, PAGE_MODE_WORDS,
+    SESSION_ROWS, SegmentReader, SegmentWriter, SessionRow, TEXTS, leases_group, operations_group,
+    session_group, text_words,
 };
 use rustix::time::{ClockId, clock_gettime};
 
 pub use counters::Counters;
-use mirror::{DeviceMirror, LeaseMirror, NamespaceMirror, OperationMirror, SessionMirror};
+use mirror::{
+    DeviceMirror, LeaseMirror, NamespaceMirror, OperationMirror, RingsMirror, SessionMirror,
+};
 pub use prometheus::{DEVICE_FAMILIES, DeviceFamily, render as render_prometheus};
 pub use segment::TelemetryError;
 use segment::{NamedSegment, create_segment};
@@ -43,6 +45,9 @@ use segment::{NamedSegment, create_segment};
 pub const PUBLISH_INTERVAL: Duration = Duration::from_millis(1);
 /// Shortest time between two readings of the processor clock, which is a system call.
 const CPU_INTERVAL_NS: u64 = 100_000_000;
+/// How often everything is written again, changed or not: for so long at most damage done to the
+/// segment by another program shows.
+const RESTATE_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Who writes the segment.
 #[derive(Clone, Debug)]
@@ -72,7 +77,12 @@ pub struct Telemetry {
     started_ns: u64,
     published_ns: u64,
     cpu_read_ns: u64,
+    restated_ns: u64,
+    header: Identity,
+    texts: [u64; PAGE_MODE_WORDS + HTTP_WORDS],
+    config: Box<[u64]>,
     devices: Vec<DeviceRow>,
+    namespaces: Vec<NamespaceRow>,
     sessions: Vec<Option<SessionTables>>,
     scratch: Scratch,
     _named: NamedSegment,
@@ -126,7 +136,12 @@ impl Telemetry {
             started_ns: identity.started_ns,
             published_ns: 0,
             cpu_read_ns: 0,
+            restated_ns: identity.started_ns,
+            header,
+            texts: [0; PAGE_MODE_WORDS + HTTP_WORDS],
+            config: Box::default(),
             devices: Vec::new(),
+            namespaces: Vec::new(),
             sessions: (0..SESSION_ROWS).map(|_| None).collect(),
             scratch: Scratch::default(),
             _named: named,
@@ -158,18 +173,17 @@ impl Telemetry {
 
     /// Says what page size the pool got, and where metrics are served (`None`: off).
     pub fn set_texts(&mut self, page_mode: &str, http: Option<&str>) {
-        let page_mode = text_words::<PAGE_MODE_WORDS>(page_mode.as_bytes());
-        let http = text_words::<HTTP_WORDS>(http.unwrap_or_default().as_bytes());
-        self.writer.update(TEXTS, |stores| {
-            stores.store_all(0, &page_mode);
-            stores.store_all(PAGE_MODE_WORDS, &http);
-        });
+        let (page_mode_words, http_words) = self.texts.split_at_mut(PAGE_MODE_WORDS);
+        page_mode_words.copy_from_slice(&text_words::<PAGE_MODE_WORDS>(page_mode.as_bytes()));
+        let http = http.unwrap_or_default();
+        http_words.copy_from_slice(&text_words::<HTTP_WORDS>(http.as_bytes()));
+        self.writer.update(TEXTS, |stores| stores.store_all(0, &self.texts));
     }
 
     /// Shows the resolved configuration; the first 16 KiB of it are kept.
     pub fn set_config(&mut self, text: &str) {
-        let words = text_words::<CONFIG_WORDS>(text.as_bytes());
-        self.writer.update(CONFIG, |stores| stores.store_all(0, &words));
+        self.config = text_words::<CONFIG_WORDS>(text.as_bytes()).into();
+        self.writer.update(CONFIG, |stores| stores.store_all(0, &self.config));
     }
 
     /// Shows the SSD devices, in configuration order; the first [`DEVICE_ROWS`] of them.
@@ -190,7 +204,8 @@ impl Telemetry {
         &mut self,
         namespaces: impl IntoIterator<Item = NamespaceMirror<'a>>,
     ) {
-        self.writer.update_table(NAMESPACES, &mirror::namespace_rows(namespaces));
+        self.namespaces = mirror::namespace_rows(namespaces);
+        self.writer.update_table(NAMESPACES, &self.namespaces);
     }
 
     /// Takes a row for a session; `None` when all are taken, and the session is not shown.
@@ -211,6 +226,22 @@ impl Telemetry {
             tables.row = Some(row);
             let group = session_group(slot.0);
             self.writer.update(group, |stores| stores.store_all(0, bytemuck::cast_slice(&[row])));
+        }
+    }
+
+    /// Shows where the rings of a session are. Cheap enough for every turn: a comparison, and a
+    /// store for each position.
+    pub fn set_rings(&mut self, slot: &SessionSlot, rings: &RingsMirror) {
+        let Some(SessionTables { row: Some(row), .. }) = &mut self.sessions[slot.0] else { return };
+        let before = *row;
+        rings.put(row);
+        if *row != before {
+            let words: &[u64] = bytemuck::cast_slice(std::slice::from_ref(row));
+            self.writer.update(session_group(slot.0), |stores| {
+                for word in RingsMirror::WORDS {
+                    stores.store(word, words[word]);
+                }
+            });
         }
     }
 
@@ -271,6 +302,10 @@ impl Telemetry {
                 .set(Metric::ManagerCpu, cpu.tv_sec as u64 * 1_000_000_000 + cpu.tv_nsec as u64);
             self.counters.set(Metric::ManagerUptime, now.saturating_sub(self.started_ns));
         }
+        if now.saturating_sub(self.restated_ns) >= RESTATE_INTERVAL_NS {
+            self.restated_ns = now;
+            self.restate();
+        }
         if self.counters.is_changed() {
             let counters = &mut self.counters;
             self.writer.update(NUMBERS, |stores| {
@@ -279,6 +314,28 @@ impl Telemetry {
         }
         self.writer.beat(now);
         self.published_ns = now;
+    }
+
+    /// Writes everything again, from what this side keeps privately.
+    fn restate(&mut self) {
+        self.writer.restate(&self.header);
+        self.writer.set_state(self.state);
+        self.writer.update(TEXTS, |stores| stores.store_all(0, &self.texts));
+        self.writer.update(CONFIG, |stores| stores.store_all(0, &self.config));
+        self.writer.update_table(DEVICES, &self.devices);
+        self.writer.update_table(NAMESPACES, &self.namespaces);
+        for (slot, session) in self.sessions.iter().enumerate() {
+            let row = session.as_ref().and_then(|tables| tables.row);
+            let row = row.unwrap_or_else(bytemuck::Zeroable::zeroed);
+            self.writer.update(session_group(slot), |stores| {
+                stores.store_all(0, bytemuck::cast_slice(&[row]));
+            });
+            if let Some(tables) = session {
+                self.writer.update_table(operations_group(slot), &tables.operations);
+                self.writer.update_table(leases_group(slot), &tables.leases);
+            }
+        }
+        self.counters.mark_all();
     }
 }
 
@@ -306,6 +363,27 @@ impl TelemetryReader {
             self.reader.state(),
             now_ns().saturating_sub(self.reader.heartbeat_ns()),
         )
+    }
+
+    /// Why the state is not `Ready`, for a person.
+    pub fn reason(&self, life: LifeState) -> Option<String> {
+        match life {
+            LifeState::Ready | LifeState::Dead => None,
+            LifeState::Starting => Some("memory and SSD files are being prepared".to_owned()),
+            LifeState::Draining => Some("stopping, no new work is taken".to_owned()),
+            LifeState::Unresponsive => {
+                let age_ns = now_ns().saturating_sub(self.reader.heartbeat_ns());
+                Some(format!("no turn of the reactor for {:.1} s", age_ns as f64 / 1e9))
+            }
+            LifeState::Degraded => {
+                let devices = self.snapshot().ssd;
+                let ill = devices.iter().enumerate().filter(|(_, ssd)| ssd.health != "healthy");
+                let each: Vec<String> = ill
+                    .map(|(number, ssd)| format!("ssd device {number} {}", ssd.health))
+                    .collect();
+                Some(each.join(", "))
+            }
+        }
     }
 }
 

@@ -65,6 +65,21 @@ pub enum UnitError {
     },
 }
 
+/// Bytes for a person: the largest unit of which there is one, cut to one decimal.
+pub fn rounded(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    match units.into_iter().find(|(bits, _)| bytes >> bits > 0) {
+        Some((bits, unit)) => {
+            let tenths = (u128::from(bytes) * 10) >> bits;
+            match (tenths / 10, tenths % 10) {
+                (whole, 0) => format!("{whole} {unit}"),
+                (whole, tenth) => format!("{whole}.{tenth} {unit}"),
+            }
+        }
+        None => format!("{bytes} bytes"),
+    }
+}
+
 /// Reads a size in bytes. Zero is a size; whether a field allows it is the field's business.
 ///
 /// # Errors
@@ -238,5 +253,13 @@ mod tests {
         }
         assert_eq!(Size(10 << 30).to_string(), "10GiB");
         assert_eq!(Span(Duration::from_secs(90)).to_string(), "90s");
+    }
+
+    #[test]
+    fn sizes_are_cut_to_one_decimal() {
+        let shown = [0, 1023, 1024, 1536, (64 << 20) - 1, 64 << 20, u64::MAX].map(rounded);
+        let expected = ["0 bytes", "1023 bytes", "1 KiB", "1.5 KiB", "63.9 MiB", "64 MiB"];
+        assert_eq!(shown[..6], expected);
+        assert_eq!(shown[6], "16777215.9 TiB");
     }
 }

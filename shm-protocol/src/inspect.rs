@@ -8,6 +8,7 @@
 //! end the reader by SIGBUS, as with any mapped file.
 
 mod numbers;
+mod queued;
 mod snapshot;
 mod view;
 
@@ -27,13 +28,18 @@ pub use view::{
 use crate::bootstrap::peer::lock_path;
 use crate::memory::Access;
 use crate::telemetry::{
-    SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, map_segment, open_segment,
-    owner_lives, resolved_socket, segment_name,
+    ManagerState, SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, map_segment,
+    open_segment, owner_lives, resolved_socket, segment_name,
 };
 
 /// A Manager that holds its lock but has not beaten for longer than this is unresponsive. An idle
 /// one beats at least every 100 ms.
 pub const HEARTBEAT_AGE_MAX: Duration = Duration::from_secs(1);
+
+/// A Manager that died a moment ago is watched for so long, in case it only lost its lock file.
+/// Longer than a live one is between two heartbeats.
+const BEAT_WAIT_MAX: Duration = Duration::from_millis(250);
+const BEAT_PAUSE: Duration = Duration::from_millis(10);
 
 /// Longest time that all groups together are tried again while their writer changes them.
 const RETRY_TIME_MAX: Duration = Duration::from_millis(50);
@@ -97,33 +103,90 @@ pub enum InspectError {
 
 /// Takes a snapshot of the Manager that serves, or last served, `socket`.
 ///
-/// A Manager that is still starting, or died while starting, gives a snapshot without numbers.
+/// A Manager that is still starting, or died while starting, gives a snapshot without numbers; so
+/// does one whose segment is damaged, with the damage in [`ManagerView::problems`].
 ///
 /// # Errors
 /// [`InspectError`]; a dead or hung Manager is no error.
 pub fn read(socket: &Path) -> Result<Snapshot, InspectError> {
     let socket = resolved_socket(socket);
     let lock = lock_path(&socket);
-    let alive = owner_lives(&lock).map_err(|errno| InspectError::System {
-        operation: "probe the lock",
-        path: lock.clone(),
-        errno,
-    })?;
+    let held = owner_lives(&lock);
+    let alive = matches!(held, Ok(true));
     let uid = owner_uid(&socket, &lock);
     let name = segment_name(uid, &socket);
-    match open_checked(&name, uid) {
+    let mut snapshot = match open_checked(&name, uid) {
         Ok(reader) => {
             let theirs = reader.identity().socket;
-            if !same_text(&theirs, &socket) {
+            if same_text(&theirs, &socket) {
+                judge_life(&reader, alive, &lock)
+            } else if names_a_path(&theirs) {
                 return Err(InspectError::OtherSocket { name, theirs });
+            } else {
+                let fault = SegmentFault::NoSocket;
+                damaged(InspectError::Unreadable { name, fault }, alive, &socket)
             }
-            Ok(Snapshot::take(&reader, alive, now_ns()))
         }
-        Err(Absent::NoSegment) if !alive => Err(InspectError::NotFound { socket, name }),
+        Err(Absent::NoSegment) if !alive => {
+            return Err(match held {
+                Err(errno) => {
+                    InspectError::System { operation: "probe the lock", path: lock, errno }
+                }
+                Ok(_) => InspectError::NotFound { socket, name },
+            });
+        }
         // Between lock and segment, or between segment and header, a Manager is starting.
-        Err(Absent::NoSegment | Absent::Unfinished) => Ok(Snapshot::empty(alive, &socket)),
-        Err(Absent::Error(error)) => Err(error),
+        Err(Absent::NoSegment | Absent::Unfinished) => {
+            Snapshot::empty(alive, Some(ManagerState::Starting), &socket)
+        }
+        Err(Absent::Error(error @ InspectError::Unreadable { .. })) => {
+            damaged(error, alive, &socket)
+        }
+        Err(Absent::Error(error)) => return Err(error),
+    };
+    let manager = &snapshot.manager;
+    let still = manager.heartbeat_age_ms > queued::LOOK_AFTER_MS;
+    if manager.pid != 0 && manager.state != LifeState::Dead && still {
+        queued::look_at_clients(&mut snapshot);
     }
+    if let Err(errno) = held {
+        let lock = lock.display();
+        snapshot.manager.problems.push(format!("the lock {lock} cannot be probed: {errno}"));
+    }
+    Ok(snapshot)
+}
+
+/// A Manager whose segment says nothing intelligible: only its lock is known. It cannot be told
+/// from one that hangs, so it is called unresponsive. (A live Manager writes everything again
+/// within a second.)
+fn damaged(error: InspectError, alive: bool, socket: &Path) -> Snapshot {
+    let mut snapshot = Snapshot::empty(alive, None, socket);
+    snapshot.manager.problems.push(error.to_string());
+    snapshot
+}
+
+/// The snapshot of a readable segment. Where nobody holds the lock its heart is listened to for a
+/// moment: a Manager whose lock file was taken away under it is not dead while that beats.
+fn judge_life(reader: &SegmentReader, alive: bool, lock: &Path) -> Snapshot {
+    let beat = reader.heartbeat_ns();
+    let age_ns = now_ns().saturating_sub(beat);
+    if alive || age_ns > HEARTBEAT_AGE_MAX.as_nanos() as u64 {
+        return Snapshot::take(reader, alive, now_ns());
+    }
+    let until = now_ns() + BEAT_WAIT_MAX.as_nanos() as u64;
+    while reader.heartbeat_ns() == beat && now_ns() < until {
+        std::thread::sleep(BEAT_PAUSE);
+    }
+    let beats = reader.heartbeat_ns() > beat;
+    let mut snapshot = Snapshot::take(reader, beats, now_ns());
+    if beats {
+        let lock = lock.display();
+        snapshot.manager.problems.push(format!(
+            "nobody holds the lock {lock}, but a Manager goes on serving: its runtime folder was \
+             changed under it; restart it"
+        ));
+    }
+    snapshot
 }
 
 /// Why there is nothing to copy.
@@ -187,6 +250,14 @@ fn same_text(in_header: &Path, socket: &Path) -> bool {
 
     let socket: [u64; 64] = crate::telemetry::text_words(socket.as_os_str().as_bytes());
     crate::telemetry::text_bytes(&socket) == in_header.as_os_str().as_bytes()
+}
+
+/// Whether a header's path can be one that a Manager wrote.
+fn names_a_path(path: &Path) -> bool {
+    use std::os::unix::ffi::OsStrExt;
+
+    let bytes = path.as_os_str().as_bytes();
+    path.is_absolute() && !bytes.iter().any(|byte| byte.is_ascii_control())
 }
 
 /// CLOCK_MONOTONIC in nanoseconds: the clock of every time in the segment.

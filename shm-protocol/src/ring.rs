@@ -145,6 +145,12 @@ impl<R: RingRecord> Producer<R> {
         self.published
     }
 
+    /// The consumer's index as last found valid. No load of shared memory.
+    #[inline]
+    pub fn consumed(&self) -> u64 {
+        self.consumed
+    }
+
     /// Slots that were free when the consumer's index was last read; there may be more by now. No
     /// access to shared memory.
     #[inline]
@@ -280,6 +286,16 @@ impl<R: RingRecord> Consumer<R> {
     #[inline]
     pub fn seen(&self) -> u64 {
         self.available
+    }
+
+    /// Looks how far the producer is, without taking anything; [`seen`](Self::seen) says.
+    ///
+    /// # Errors
+    /// The producer's index is impossible.
+    pub fn look(&mut self) -> Result<(), RingViolation> {
+        // `ring-publish`
+        let tail = self.tail.load_acquire();
+        self.advance(tail)
     }
 
     /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load.

@@ -325,7 +325,14 @@ pub fn create(
         create_one(SegmentKind::Submission, &geometry, session, epoch, &fork)?;
     let (completion, completion_fd) =
         create_one(SegmentKind::Completion, &geometry, session, epoch, &fork)?;
-    let side = ManagerSide::over(&submission, &completion, geometry, session, epoch);
+    let mut side = ManagerSide::over(&submission, &completion, geometry, session, epoch);
+    let kept = rustix::io::fcntl_dupfd_cloexec(&submission_fd, 0);
+    side.keep(kept.map_err(|errno| SegmentError::System {
+        step: Step::Create,
+        segment: SegmentKind::Submission,
+        bytes: 0,
+        errno,
+    })?);
     Ok((side, SegmentDescriptors { submission: submission_fd, completion: completion_fd }))
 }
 
@@ -338,7 +345,7 @@ fn create_one(
 ) -> Result<(SharedMemory, OwnedFd), SegmentError> {
     let bytes = segment.bytes(geometry);
     let refused = |step| move |errno| SegmentError::System { step, segment, bytes, errno };
-    let descriptor = sealable_memfd(segment).map_err(refused(Step::Create))?;
+    let descriptor = sealable_memfd(segment, session).map_err(refused(Step::Create))?;
     rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(refused(Step::Reserve))?;
     // ENOSPC or ENOMEM here and now, instead of SIGBUS at some later touch.
     rustix::fs::fallocate(&descriptor, FallocateFlags::empty(), 0, bytes as u64)
@@ -357,17 +364,24 @@ fn create_one(
     Ok((memory, descriptor))
 }
 
-fn sealable_memfd(segment: SegmentKind) -> Result<OwnedFd, Errno> {
+fn sealable_memfd(segment: SegmentKind, session: SessionId) -> Result<OwnedFd, Errno> {
     let name = match segment {
-        SegmentKind::Submission => c"orbitkv-submission",
-        SegmentKind::Completion => c"orbitkv-completion",
+        SegmentKind::Submission => submission_name(session),
+        SegmentKind::Completion => "orbitkv-completion".to_owned(),
     };
+    let name = name.as_str();
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
         // Before 6.3 the flag is unknown; sealing is not negotiable.
         Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags),
         other => other,
     }
+}
+
+/// Name under which /proc shows a submission segment. Given by the Manager and never changed, so
+/// unlike its bytes no client can forge it.
+pub(crate) fn submission_name(session: SessionId) -> String {
+    format!("orbitkv-submission-{}", session.0)
 }
 
 fn write_header(

@@ -12,6 +12,7 @@
 //! | `reference` | an independent model of the pool without SSD |
 //! | `rig` | a world with one engine, for tests of single promises |
 //! | `manager` | a real Manager process on a socket and SSD file of its own |
+//! | `prometheus` | a strict reader of `/metrics` |
 //! | `engine` | a real attached engine whose device pages can be checked byte for byte |
 //! | `engine_process` | the same in a process of its own, to be stopped and killed |
 
@@ -22,6 +23,7 @@ pub mod engine;
 pub mod engine_process;
 pub mod manager;
 pub mod memory;
+pub mod prometheus;
 pub mod reference;
 pub mod rig;
 pub mod simulator;

@@ -10,7 +10,7 @@ use orbitkv_manager::config::usage_line;
 
 use crate::exit::{Exit, ToolError};
 use crate::output::{complain, print};
-use crate::{bench, demo, evict, inspect, replay, serve, simulate, verify};
+use crate::{bench, demo, doctor, evict, inspect, replay, serve, simulate, top, verify};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -40,10 +40,14 @@ enum Verb {
     Simulate(simulate::SimulateArgs),
     /// Show what a Manager holds and does; works on a hung or dead one too
     Inspect(inspect::InspectArgs),
+    /// The same, live on a terminal
+    Top(top::TopArgs),
     /// Wait until everything is written, then drop what nobody holds from a tier
     Evict(evict::EvictArgs),
     /// Check every image of a stopped Manager's SSD tier
     Verify(verify::VerifyArgs),
+    /// What this machine allows, each line with its fix
+    Doctor(doctor::DoctorArgs),
     /// Measure OrbitKV beside the floors of this machine
     #[command(arg_required_else_help = false)]
     Bench(bench::BenchVerb),
@@ -53,6 +57,9 @@ enum Verb {
     /// One engine of a replay
     #[command(hide = true)]
     ReplayEngine,
+    /// A process whose memory `doctor` reads
+    #[command(hide = true, name = doctor::TARGET_VERB)]
+    DoctorTarget,
 }
 
 /// Runs one command line and says with which code the process ends.
@@ -75,8 +82,11 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Verb::Replay(args) => replay::run(args),
         Verb::Simulate(args) => simulate::run(args),
         Verb::Inspect(args) => inspect::run(&args),
+        Verb::Top(args) => top::run(&args),
         Verb::Evict(args) => evict::run(&args),
         Verb::Verify(args) => verify::run(args),
+        Verb::Doctor(args) => doctor::run(&args),
+        Verb::DoctorTarget => doctor::be_target(),
         Verb::Bench(verb) => bench::run(verb),
         Verb::BenchPart => Ok(bench::run_part()),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),

@@ -133,6 +133,18 @@ pub(crate) enum ToolError {
     /// There is no memory to read images to.
     #[error(transparent)]
     Memory(#[from] PoolError),
+    /// What `serve` would say to the same flags.
+    #[error(transparent)]
+    Config(#[from] orbitkv_manager::config::ConfigError),
+    /// Standard input or output is no terminal.
+    #[error(
+        "top: {stream} is not a terminal; for a script use `orbitkv inspect --json`, for one look \
+         `orbitkv inspect`"
+    )]
+    NoTerminal {
+        /// Which.
+        stream: &'static str,
+    },
     /// The Manager's state cannot be read.
     #[error(transparent)]
     Inspect(#[from] orbitkv_shm_protocol::inspect::InspectError),
@@ -144,8 +156,11 @@ impl ToolError {
         match self {
             Self::Trace(error) if error.is_content() => Exit::Usage,
             Self::Ssd(error) if error.is_not_ours() => Exit::Usage,
+            Self::Config(error) if !error.is_environment() => Exit::Usage,
+            Self::NoTerminal { .. } => Exit::Usage,
             Self::Trace(_)
             | Self::Ssd(_)
+            | Self::Config(_)
             | Self::Output { .. }
             | Self::System { .. }
             | Self::NoDisk { .. }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
-use orbitkv_shm_protocol::inspect::{self, Snapshot, Value};
+use orbitkv_shm_protocol::inspect::{self, LifeState, Snapshot, Value};
 
 use crate::exit::{Exit, ToolError};
 use crate::output::print;
@@ -80,8 +80,20 @@ fn text(snapshot: &Snapshot, section: Option<Section>) -> String {
     match section {
         Some(section) => one(section),
         None => {
-            let parts = [Section::Pool, Section::Ssd, Section::Sessions, Section::Pages].map(one);
-            format!("{}\n{}\n{}", manager(snapshot), parts.join("\n"), counters(snapshot))
+            let sections = [
+                Section::Pool,
+                Section::Ssd,
+                Section::Sessions,
+                Section::Rings,
+                Section::Operations,
+                Section::Leases,
+                Section::Pages,
+            ];
+            let parts = [manager(snapshot), budget(snapshot)]
+                .into_iter()
+                .chain(sections.map(one))
+                .chain([latency(snapshot), counters(snapshot)]);
+            parts.collect::<Vec<_>>().join("\n")
         }
     }
 }
@@ -98,10 +110,43 @@ fn manager(snapshot: &Snapshot) -> String {
         m.uptime_seconds,
         m.socket,
     );
+    if matches!(m.state, LifeState::Dead | LifeState::Unresponsive) {
+        let seconds = m.heartbeat_age_ms as f64 / 1e3;
+        text.push_str(&format!("  numbers are {seconds:.1} s old\n"));
+    }
     if !m.torn.is_empty() {
         text.push_str(&format!("  changing while read: {}\n", m.torn.join(", ")));
     }
+    for problem in &m.problems {
+        text.push_str(&format!("  problem: {problem}\n"));
+    }
     text
+}
+
+fn budget(snapshot: &Snapshot) -> String {
+    let b = &snapshot.budget;
+    let mut table = Table::new(&["budget", "used bytes", "peak", "limit", "queries waiting"]);
+    let (total, speculative) = (b.limits.total_bytes, b.limits.speculative_bytes);
+    for (name, used, peak, limit, waiting) in [
+        ("query", b.total_bytes, b.total_peak_bytes, total, b.waiting_queries.to_string()),
+        ("speculative", b.speculative_bytes, b.speculative_peak_bytes, speculative, String::new()),
+    ] {
+        let [used, peak, limit] = [used, peak, limit].map(|bytes| bytes.to_string());
+        table.row([name.to_owned(), used, peak, limit, waiting]);
+    }
+    table.to_string()
+}
+
+/// Every kind and stage that was timed.
+fn latency(snapshot: &Snapshot) -> String {
+    let mut table = Table::new(&["latency", "stage", "count", "p50 µs", "p95", "p99", "max"]);
+    for l in snapshot.latency.iter().filter(|latency| latency.count > 0) {
+        let [p50, p95, p99, max] =
+            [l.p50_us, l.p95_us, l.p99_us, l.max_us].map(|us| format!("{us:.1}"));
+        let count = l.count.to_string();
+        table.row([l.kind.to_owned(), l.stage.to_owned(), count, p50, p95, p99, max]);
+    }
+    table.to_string()
 }
 
 fn sessions(snapshot: &Snapshot) -> String {

@@ -74,17 +74,20 @@ impl RunFolder {
     }
 }
 
-/// The folder that holds the runs: the cache directory, or the disk's own temporary one where that
-/// is in memory.
-fn root(on_disk: bool) -> Result<PathBuf, ToolError> {
+/// Where the runs' folder may be, the best place first.
+pub(crate) fn cache_folders() -> impl Iterator<Item = PathBuf> {
     let absolute = |value: OsString| Some(PathBuf::from(value)).filter(|path| path.is_absolute());
     let cache = env::var_os("XDG_CACHE_HOME")
         .and_then(absolute)
         .or_else(|| Some(env::var_os("HOME").and_then(absolute)?.join(".cache")));
-    let candidates = cache.into_iter().chain([PathBuf::from("/var/tmp")]);
+    cache.into_iter().chain([PathBuf::from("/var/tmp")]).map(|folder| folder.join("orbitkv"))
+}
+
+/// The folder that holds the runs: the cache directory, or the disk's own temporary one where that
+/// is in memory.
+fn root(on_disk: bool) -> Result<PathBuf, ToolError> {
     let mut last = PathBuf::new();
-    for candidate in candidates {
-        let folder = candidate.join("orbitkv");
+    for folder in cache_folders() {
         last.clone_from(&folder);
         if fs::create_dir_all(&folder).is_ok() && !(on_disk && in_memory(&folder)) {
             return Ok(folder);

@@ -4,6 +4,8 @@
 //! freeing finds both neighbours at once. Small pages are cut from the front of a run and large
 //! ones from its back, which keeps the two apart in a mixed pool.
 
+use std::cell::Cell;
+
 use super::effect::Extent;
 
 /// Granularity of the pool, in bytes.
@@ -44,6 +46,41 @@ struct Arena {
     level_bits: u32,
     bin_bits: [u16; LEVELS],
     free_units: u64,
+    longest: Longest,
+}
+
+/// The longest free run: kept up to date as runs come and go, looked for only after the last one
+/// of that length went.
+#[derive(Clone, Debug, Default)]
+struct Longest {
+    /// Its length in units; `None`: to be looked for.
+    units: Cell<Option<u32>>,
+    /// Free runs of that length.
+    runs: Cell<u32>,
+}
+
+impl Longest {
+    fn came(&self, len: u32) {
+        match self.units.get() {
+            Some(longest) if len > longest => self.found(len, 1),
+            Some(longest) if len == longest => self.runs.set(self.runs.get() + 1),
+            _ => {}
+        }
+    }
+
+    fn went(&self, len: u32) {
+        if self.units.get() == Some(len) {
+            self.runs.set(self.runs.get() - 1);
+            if self.runs.get() == 0 {
+                self.units.set(None);
+            }
+        }
+    }
+
+    fn found(&self, units: u32, runs: u32) {
+        self.units.set(Some(units));
+        self.runs.set(runs);
+    }
 }
 
 /// All arenas of the pool.
@@ -156,6 +193,7 @@ impl Arena {
             level_bits: 0,
             bin_bits: [0; LEVELS],
             free_units: u64::from(units),
+            longest: Longest::default(),
         };
         if units > 0 {
             arena.insert(0, units);
@@ -254,6 +292,7 @@ impl Arena {
     }
 
     fn insert(&mut self, start: u32, len: u32) {
+        self.longest.came(len);
         let (level, step) = Self::bin(len);
         let head = self.heads[level][step];
         let run = Run { start, len, prev: NIL, next: head };
@@ -279,6 +318,7 @@ impl Arena {
 
     fn remove(&mut self, node: u32) {
         let run = self.runs[node as usize];
+        self.longest.went(run.len);
         let (level, step) = Self::bin(run.len);
         if run.prev == NIL {
             self.heads[level][step] = run.next;
@@ -309,16 +349,25 @@ impl Arena {
     }
 
     fn longest(&self) -> u32 {
+        if let Some(longest) = self.longest.units.get() {
+            return longest;
+        }
         if self.level_bits == 0 {
             return 0;
         }
+        // The bin of the longest runs holds none that is in another bin.
         let level = self.level_bits.ilog2() as usize;
         let mut node = self.heads[level][self.bin_bits[level].ilog2() as usize];
-        let mut longest = 0;
+        let (mut longest, mut runs) = (0, 0);
         while node != NIL {
-            longest = longest.max(self.runs[node as usize].len);
-            node = self.runs[node as usize].next;
+            let run = self.runs[node as usize];
+            if run.len > longest {
+                (longest, runs) = (run.len, 0);
+            }
+            runs += u32::from(run.len == longest);
+            node = run.next;
         }
+        self.longest.found(longest, runs);
         longest
     }
 }
@@ -414,6 +463,8 @@ mod tests {
                 }
                 let used: u64 = held.iter().map(|extent| u64::from(extent.bytes)).sum();
                 assert_eq!(pool.free_bytes(), pool.capacity_bytes() - used);
+                let longest = pool.free_runs().map(|(_, _, len)| len).max().unwrap_or(0);
+                assert_eq!(pool.largest_free_bytes(), u64::from(longest) * UNIT_BYTES);
             }
             for extent in held {
                 pool.free(extent);

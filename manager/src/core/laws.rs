@@ -242,6 +242,8 @@ impl Core {
                 assert_eq!(self.pages.parent(child), Some(id), "child of another: {page:?}");
             }
         }
+        let all = counts.values().fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1));
+        assert_eq!((self.dram_pages, self.ssd_pages), all, "pages of all namespaces");
         for (namespace, _) in self.namespaces.lists() {
             let of = self.namespaces.get(namespace);
             let counted = counts.get(&namespace).copied().unwrap_or_default();

@@ -43,6 +43,7 @@ impl Core {
         self.pages[page].extent = Some(extent);
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).dram_pages += 1;
+        self.dram_pages += 1;
         if self.pages[page].pins > 0 {
             self.pinned_bytes += u64::from(extent.bytes);
         }
@@ -57,6 +58,7 @@ impl Core {
         }
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).dram_pages -= 1;
+        self.dram_pages -= 1;
         if self.pages[page].pins > 0 {
             self.pinned_bytes -= u64::from(extent.bytes);
         }
@@ -76,6 +78,7 @@ impl Core {
         self.pages[page].slot_checksum = image.checksum;
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
+        self.ssd_pages += 1;
         self.slots.assign(slot, page);
     }
 
@@ -84,6 +87,7 @@ impl Core {
         let Some(slot) = self.pages[page].slot.take() else { return };
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).ssd_pages -= 1;
+        self.ssd_pages -= 1;
         self.end_slot(slot, retire, out);
     }
 

@@ -66,7 +66,7 @@ pub use recover::RecoveredPage;
 pub use registration::CoreRefusal;
 pub use slots::{DeviceLayout, slot_bytes};
 pub use spill::SpillPolicy;
-pub use stats::{Gauges, LeaseEnd, SpillOutcome, Stats};
+pub use stats::{Gauges, LeaseEnd, PrepareOutcome, SpillOutcome, Stats};
 pub use view::{Evicted, LeaseView, NamespaceView, OperationView, SessionView};
 
 /// Everything that `core` is told once.
@@ -172,6 +172,10 @@ pub struct Core {
     spill_bytes: u64,
     pinned_bytes: u64,
     draining_bytes: u64,
+    /// Pages with a replica in DRAM or one on its way there, over all namespaces.
+    dram_pages: u64,
+    /// Pages with a slot, over all namespaces.
+    ssd_pages: u64,
     /// Counts touches: the only notion of age that pages of different sizes share.
     touches: u64,
     /// No region is looked at for another slot size before so many touches.
@@ -211,6 +215,8 @@ impl Core {
             spill_bytes: 0,
             pinned_bytes: 0,
             draining_bytes: 0,
+            dram_pages: 0,
+            ssd_pages: 0,
             touches: 0,
             reclaim_after: 0,
             guard: 0,

@@ -13,6 +13,7 @@ use super::index::PageId;
 use super::job::{Entry, EntryState, FillPage, JobRef, Stage};
 use super::lease::{LeasePart, LeasedPage};
 use super::namespace::NamespaceId;
+use super::stats::PrepareOutcome;
 use super::{Core, Taken};
 
 /// A namespace of the scope, as a lookup sees it.
@@ -373,19 +374,22 @@ impl Core {
         let mut room = self.budget.speculative.available();
         let reference = self.jobs.open();
         // One page of every rank is one page of the prompt.
-        let (mut bytes, mut accepted, mut counted) = (0, 0, None);
-        'pages: for position in 0..found.len {
+        let (mut bytes, mut accepted, mut counted, mut full) = (0, 0, None, false);
+        let named = ((pages.len() - skip) * found.members.len()) as u64;
+        let mut known = 0;
+        for position in 0..found.len {
             for (number, member) in found.members.iter().enumerate() {
                 let Some(page) = found.at(position, number) else { continue };
-                if !member.needed(found.len).contains(&position)
-                    || self.pages[page].extent.is_some()
-                {
+                known += 1;
+                if self.pages[page].extent.is_some() {
+                    self.stats.prepared(PrepareOutcome::AlreadyThere, 1);
                     continue;
                 }
                 let cost = charge(member.image_bytes);
-                if cost > room {
-                    self.stats.prepares_skipped += 1;
-                    break 'pages;
+                full |= cost > room;
+                if full || !member.needed(found.len).contains(&position) {
+                    self.stats.prepared(PrepareOutcome::Skipped, 1);
+                    continue;
                 }
                 room -= cost;
                 bytes += cost;
@@ -399,6 +403,7 @@ impl Core {
                 }
             }
         }
+        self.stats.prepared(PrepareOutcome::Absent, named - known);
         self.recycle(found);
         if accepted == 0 {
             self.jobs.close(reference);
@@ -598,6 +603,11 @@ impl Core {
         let (operation, kind, stop) = (job.operation, job.kind, job.stop);
         let Some(lease) = lease else {
             let pinned = std::mem::take(&mut job.pinned);
+            let resident = pinned.iter().filter(|&&page| self.pages[page].is_resident()).count();
+            let short = stop.is_some_and(|stop| stop.code != Code::IoError);
+            let rest = if short { PrepareOutcome::Skipped } else { PrepareOutcome::Failed };
+            self.stats.prepared(PrepareOutcome::Prepared, resident as u64);
+            self.stats.prepared(rest, (pinned.len() - resident) as u64);
             for &page in pinned.iter().rev() {
                 self.unpin(page, out);
             }

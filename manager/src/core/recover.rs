@@ -104,6 +104,7 @@ impl Core {
         self.pages[page].generation = image.generation;
         self.pages[page].slot_checksum = image.checksum;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
+        self.ssd_pages += 1;
         true
     }
 

@@ -34,6 +34,21 @@ impl SpillOutcome {
     ];
 }
 
+/// What became of a page that a hint named. Each page of each rank is counted by one of them.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum PrepareOutcome {
+    /// Read from SSD.
+    Prepared = 0,
+    /// In DRAM, or on its way there.
+    AlreadyThere = 1,
+    /// In no tier.
+    Absent = 2,
+    /// No budget or memory for a hint, or a window does not need it.
+    Skipped = 3,
+    /// The read failed.
+    Failed = 4,
+}
+
 /// How a granted lease ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum LeaseEnd {
@@ -59,7 +74,8 @@ pub struct Stats {
     pub lookup_hits_ssd: u64,
     pub queries_cut_by_budget: u64,
     pub queries_skipped: u64,
-    pub prepares_skipped: u64,
+    /// By [`PrepareOutcome`].
+    pub prepare: [u64; 5],
     pub pages_saved: u64,
     pub pages_present: u64,
     pub pages_refused: [u64; Code::ALL.len()],
@@ -100,6 +116,10 @@ impl Stats {
         self.spill[outcome as usize] += 1;
     }
 
+    pub(super) fn prepared(&mut self, outcome: PrepareOutcome, pages: u64) {
+        self.prepare[outcome as usize] += pages;
+    }
+
     pub(super) fn refused(&mut self, code: Code) {
         self.pages_refused[code as usize] += 1;
     }
@@ -118,6 +138,10 @@ pub struct Gauges {
     pub pool_draining_bytes: u64,
     pub pool_largest_free_bytes: u64,
     pub pages: u64,
+    /// Pages with a replica in DRAM, or one on its way there.
+    pub dram_pages: u64,
+    /// Pages with a slot on SSD.
+    pub ssd_pages: u64,
     pub leases: u64,
     pub leased_bytes: u64,
     pub speculative_bytes: u64,

@@ -71,7 +71,7 @@ impl Core {
         &self.stats
     }
 
-    /// What is held now. Walks the free list for the largest extent: not for every turn.
+    /// What is held now.
     pub fn gauges(&self) -> Gauges {
         Gauges {
             pool_capacity_bytes: self.extents.capacity_bytes(),
@@ -80,6 +80,8 @@ impl Core {
             pool_draining_bytes: self.draining_bytes,
             pool_largest_free_bytes: self.extents.largest_free_bytes(),
             pages: self.pages.len() as u64,
+            dram_pages: self.dram_pages,
+            ssd_pages: self.ssd_pages,
             leases: self.leases.len() as u64,
             leased_bytes: self.budget.total.used(),
             speculative_bytes: self.budget.speculative.used(),

@@ -14,20 +14,20 @@ pub(super) const NODES_MAX: usize = 64;
 const CGROUP_DEPTH_MAX: usize = 64;
 
 /// Bytes that the host can give without swapping, or `None` when it does not say.
-pub(super) fn available_bytes() -> Option<u64> {
+pub(crate) fn available_bytes() -> Option<u64> {
     kib_field(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
 }
 
 /// Reserved 2 MiB pages that nobody uses yet, in bytes. Zero when the default huge page has another
 /// size.
-pub(super) fn hugetlb_free_bytes() -> u64 {
+pub(crate) fn hugetlb_free_bytes() -> u64 {
     std::fs::read_to_string("/proc/meminfo").ok().map_or(0, |text| hugetlb_free(&text))
 }
 
 /// Bytes that the control groups of this process still allow, or `None` without a limit.
 ///
 /// Page cache counts as free: the kernel takes it back before it kills.
-pub(super) fn cgroup_available_bytes() -> Option<u64> {
+pub(crate) fn cgroup_available_bytes() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let path = own.lines().find_map(|line| line.strip_prefix("0::"))?;
     let root = Path::new("/sys/fs/cgroup");
@@ -49,7 +49,7 @@ pub(super) fn cgroup_available_bytes() -> Option<u64> {
 }
 
 /// Nodes that have memory, at most [`NODES_MAX`] of them.
-pub(super) fn nodes_with_memory() -> Vec<u32> {
+pub(crate) fn nodes_with_memory() -> Vec<u32> {
     std::fs::read_to_string("/sys/devices/system/node/has_memory")
         .map_or_else(|_| Vec::new(), |text| node_list(&text))
 }

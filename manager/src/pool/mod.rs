@@ -1,7 +1,7 @@
 //! The DRAM pool: anonymous memory in large pages that holds the page images.
 
 mod arena;
-mod host;
+pub(crate) mod host;
 
 use rustix::io::Errno;
 

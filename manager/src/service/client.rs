@@ -11,7 +11,7 @@ use super::{PAGES_PER_TURN, REQUESTS_PER_TURN, RegionHandle, stores_done_word};
 use crate::core::{Event, Nanos, SessionView};
 use crate::endpoint::SessionReady;
 use crate::telemetry::SessionSlot;
-use crate::telemetry::mirror::SessionMirror;
+use crate::telemetry::mirror::{RingsMirror, SessionMirror};
 
 /// One client.
 pub(super) struct Client {
@@ -30,6 +30,8 @@ pub(super) struct Client {
     completed: u64,
     last_progress_ns: Nanos,
     dirty: bool,
+    /// An index of its rings moved since telemetry was told.
+    moved: bool,
     /// What it was found to have done while nobody could be told.
     pub(super) violation: Option<RingViolation>,
 }
@@ -61,6 +63,7 @@ impl Client {
             completed: 0,
             last_progress_ns: now,
             dirty: false,
+            moved: false,
             violation: None,
         }
     }
@@ -131,6 +134,7 @@ impl Client {
             }
             credits -= 1;
             self.taken += 1;
+            self.moved = true;
             self.last_progress_ns = now;
             match Request::decode(&record) {
                 Ok(request) => {
@@ -164,6 +168,7 @@ impl Client {
         results_start: u32,
     ) {
         self.completed += 1;
+        self.moved = true;
         if self.closed {
             return;
         }
@@ -199,33 +204,49 @@ impl Client {
         }
     }
 
-    /// What telemetry shows of it.
-    pub(super) fn mirror(&mut self, view: Option<&SessionView>) -> SessionMirror {
-        let published = self.segments.completions.published();
-        let capacity = u64::from(self.segments.completions.capacity());
-        let free = match self.segments.completions.free() {
-            Ok(free) => free.into(),
-            Err(violation) => {
-                // An idle client that breaks its index is found out here.
-                self.violation = Some(violation);
-                0
-            }
+    /// Where its rings are by what this side knows, if that changed: costs no look at the client's
+    /// words, which would take a cache line from it.
+    pub(super) fn moved_rings(&mut self) -> Option<RingsMirror> {
+        std::mem::replace(&mut self.moved, false).then(|| self.rings())
+    }
+
+    /// What telemetry shows of it, with a look at what the client did since.
+    pub(super) fn mirror(&mut self, now: Nanos, view: Option<&SessionView>) -> SessionMirror {
+        let before = (self.segments.requests.seen(), self.segments.completions.consumed());
+        let looked = match self.segments.completions.free() {
+            Ok(_) => self.segments.requests.look(),
+            Err(violation) => Err(violation),
         };
-        let staged = self.segments.completions.position();
+        if let Err(violation) = looked
+            && !self.closed
+        {
+            // An idle client that breaks its index is found out here.
+            self.violation = Some(violation);
+        }
+        let after = (self.segments.requests.seen(), self.segments.completions.consumed());
+        if before != after {
+            self.last_progress_ns = now;
+        }
         SessionMirror {
             id: self.session,
             pid: self.pid,
             uid: self.uid,
             state: if self.closed { SessionState::Closing } else { SessionState::Attached },
             engine: self.engine,
-            requests_submitted: self.segments.requests.seen(),
-            requests_taken: self.segments.requests.position(),
-            completions_published: published,
-            completions_consumed: (staged + free).saturating_sub(capacity),
-            outstanding: self.outstanding(),
+            rings: self.rings(),
             credits: self.segments.geometry().credits(),
             leased_bytes: view.map_or(0, |view| view.leased_bytes),
             regions: view.map_or(0, |view| view.regions),
+        }
+    }
+
+    fn rings(&self) -> RingsMirror {
+        RingsMirror {
+            requests_submitted: self.segments.requests.seen(),
+            requests_taken: self.segments.requests.position(),
+            completions_published: self.segments.completions.published(),
+            completions_consumed: self.segments.completions.consumed(),
+            outstanding: self.outstanding(),
             last_progress_ns: self.last_progress_ns,
         }
     }

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use orbitkv_shm_protocol::ids::{EngineId, SessionId};
 use orbitkv_shm_protocol::record::Code;
 use orbitkv_shm_protocol::telemetry::{
-    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, Reason, RefuseReason,
-    SpillOutcome, SsdFault,
+    CopyDirection, HeldIn, LeaseEnd, ManagerState, Metric, OperationStage, PrepareOutcome, Reason,
+    RefuseReason, SpillOutcome, SsdFault,
 };
 
 use super::{Service, Storage, TABLES_INTERVAL_NS, TABLES_INTERVAL_NS_MAX};
@@ -14,18 +14,15 @@ use crate::core::{Gauges, LeaseView, Nanos, Stats};
 use crate::telemetry::Counters;
 use crate::telemetry::mirror::{LeaseMirror, NamespaceMirror, OperationMirror};
 
+/// A query without room in its budgets, as `core` calls that.
+const WAITS_FOR_BUDGET: &str = "waiting for budget";
+
 impl Service {
     /// Publishes numbers every time, tables that cost a walk less often.
     pub(super) fn report(&mut self, now: Nanos) {
         // Counters and the gauges that they sum up with, from one and the same moment.
         count(&mut self.telemetry.counters, self.core.stats());
         measure(&mut self.telemetry.counters, &self.core.gauges());
-        let (dram, ssd) = self
-            .core
-            .namespace_views()
-            .fold((0, 0), |(dram, ssd), view| (dram + view.dram_pages, ssd + view.ssd_pages));
-        self.telemetry.counters.set(Metric::PoolResidentPages, dram);
-        self.telemetry.counters.set(Metric::SsdResidentPages, ssd);
         for (reason, refused) in RefuseReason::ALL.iter().zip(&self.counters.turned_away) {
             let refused = refused.load(Ordering::Relaxed);
             self.telemetry.counters.set(Metric::SessionsRefused(*reason), refused);
@@ -38,35 +35,52 @@ impl Service {
             let cost = self.clock.now().saturating_sub(now);
             self.tables_interval_ns =
                 cost.saturating_mul(20).clamp(TABLES_INTERVAL_NS, TABLES_INTERVAL_NS_MAX);
-            self.tables_stale = false;
         }
         self.telemetry.publish(now);
         self.numbers_stale = false;
     }
 
+    /// Shows where the rings are whose positions moved in this turn.
+    pub(super) fn mirror_rings(&mut self) {
+        for client in &mut self.clients {
+            if let Some(rings) = client.moved_rings()
+                && let Some(slot) = &client.slot
+            {
+                self.telemetry.set_rings(slot, &rings);
+            }
+        }
+    }
+
     fn show_tables(&mut self) {
-        let mut views = std::mem::take(&mut self.session_views);
-        views.clear();
-        views.extend(self.core.session_views());
-        let regions: u32 = views.iter().map(|view| view.regions).sum();
-        let waiting = self.core.operation_views().filter(|op| op.stage == "waiting for budget");
-        let waiting = waiting.count() as u64;
-        let counters = &mut self.telemetry.counters;
-        counters.set(Metric::SessionRegions, regions.into());
-        counters.set(Metric::BudgetWaitingQueries, waiting);
-        counters.set(Metric::BudgetSessionLimitBytes, self.core.session_budget_bytes());
+        // Clients move their own words without a turn of this loop; all else moves by its turns.
+        let walk = std::mem::replace(&mut self.tables_stale, false);
+        if walk {
+            self.session_views.clear();
+            self.session_views.extend(self.core.session_views());
+            let regions: u32 = self.session_views.iter().map(|view| view.regions).sum();
+            let waiting = self.core.operation_views().filter(|op| op.stage == WAITS_FOR_BUDGET);
+            let waiting = waiting.count() as u64;
+            let counters = &mut self.telemetry.counters;
+            counters.set(Metric::SessionRegions, regions.into());
+            counters.set(Metric::BudgetWaitingQueries, waiting);
+            counters.set(Metric::BudgetSessionLimitBytes, self.core.session_budget_bytes());
+        }
         for client in &mut self.clients {
             let session = client.session;
-            let mirror = client.mirror(views.iter().find(|view| view.session == session));
+            let view = self.session_views.iter().find(|view| view.session == session);
+            let mirror = client.mirror(self.tables_shown_ns, view);
             let Some(slot) = &client.slot else { continue };
             self.telemetry.set_session(slot, &mirror);
-            let core = &self.core;
-            self.telemetry.set_operations(slot, operations_of(core, session));
-            self.telemetry.set_leases(slot, leases_of(core, session, client.engine));
+            if walk {
+                let core = &self.core;
+                self.telemetry.set_operations(slot, operations_of(core, session));
+                self.telemetry.set_leases(slot, leases_of(core, session, client.engine));
+            }
         }
-        self.session_views = views;
         self.cut_off_violators(self.tables_shown_ns);
-        self.show_namespaces();
+        if walk {
+            self.show_namespaces();
+        }
         self.show_health();
         if let Some(storage) = &self.storage {
             let devices = storage.mirrors(|device| self.core.device_usage(device));
@@ -120,7 +134,7 @@ fn operations_of(
         id: view.operation,
         kind: view.kind,
         stage: match view.stage {
-            "waiting for budget" | "waiting for memory" | "waiting for others" => {
+            WAITS_FOR_BUDGET | "waiting for memory" | "waiting for others" => {
                 OperationStage::Waiting
             }
             "reading" => OperationStage::Preparing,
@@ -173,6 +187,9 @@ fn count(counters: &mut Counters, stats: &Stats) {
     counters.set(Metric::SaveStoredPages, stats.pages_saved);
     counters.set(Metric::SavePresentPages, stats.pages_present);
     by_reason(counters, &stats.pages_refused, Metric::SaveRefusedPages);
+    for (outcome, pages) in PrepareOutcome::ALL.iter().zip(stats.prepare) {
+        counters.set(Metric::PreparePages(*outcome), pages);
+    }
     counters.set(Metric::ForgetForgottenPages, stats.pages_forgotten);
     counters.set(Metric::PoolEvictedPages, stats.evictions);
     counters.set(Metric::PoolAllocationFailures, stats.alloc_failures);
@@ -226,6 +243,8 @@ fn measure(counters: &mut Counters, gauges: &Gauges) {
     counters.set(Metric::PoolPinnedBytes, gauges.pool_pinned_bytes);
     counters.set(Metric::PoolDrainingBytes, gauges.pool_draining_bytes);
     counters.set(Metric::PoolLargestFreeBytes, gauges.pool_largest_free_bytes);
+    counters.set(Metric::PoolResidentPages, gauges.dram_pages);
+    counters.set(Metric::SsdResidentPages, gauges.ssd_pages);
     counters.set(Metric::SpillWaitingPages, gauges.spill_pages + gauges.writes_in_flight);
     counters.set(Metric::SpillWaitingBytes, gauges.spill_bytes + gauges.writes_in_flight_bytes);
     counters.set(Metric::OperationsRunning, gauges.operations);

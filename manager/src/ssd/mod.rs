@@ -26,6 +26,7 @@ mod io;
 mod limit;
 mod metadata;
 mod order;
+pub mod probe;
 mod reader;
 mod recover;
 mod sweep;

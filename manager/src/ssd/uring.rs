@@ -110,6 +110,20 @@ impl UringEngine {
         }
     }
 
+    /// Asks whether this process may register buffers: one of a page, with a ring of its own.
+    pub(crate) fn probe_buffers() -> Result<(), Errno> {
+        let errno = |error: io::Error| Errno::from_io_error(&error).unwrap_or(Errno::NOSYS);
+        let buffer = vec![0_u8; 4096];
+        let (ring, _) = make_ring(2).map_err(errno)?;
+        let only = libc::iovec { iov_base: buffer.as_ptr().cast_mut().cast(), iov_len: 4096 };
+        // SAFETY: nothing is ever read or written through the registration, and the ring, which
+        // ends it, is dropped before the buffer.
+        let registered = unsafe { ring.submitter().register_buffers(&[only]) };
+        drop(ring);
+        drop(buffer);
+        registered.map_err(errno)
+    }
+
     fn register(&mut self, arenas: &[u64]) {
         let mut vector = Vec::new();
         for (arena, bytes) in arenas.iter().enumerate() {

@@ -102,6 +102,14 @@ impl Counters {
         self.changed.iter().any(|&mask| mask != 0)
     }
 
+    /// Hands every word out again, changed or not.
+    pub(super) fn mark_all(&mut self) {
+        for (block, mask) in self.changed.iter_mut().enumerate() {
+            let words = (WORDS - block * 64).min(64);
+            *mask = u64::MAX >> (64 - words);
+        }
+    }
+
     /// Hands out every changed word once.
     pub(super) fn take_changed(&mut self, mut store: impl FnMut(usize, u64)) {
         for (block, mask) in self.changed.iter_mut().enumerate() {
@@ -161,6 +169,15 @@ mod tests {
         assert_eq!(changed(&mut counters), []);
         counters.set(Metric::PoolUsedBytes, 0);
         assert_eq!(changed(&mut counters), [(Metric::PoolUsedBytes.index(), 0)]);
+    }
+
+    #[test]
+    fn marked_words_are_handed_out_once_each() {
+        let mut counters = Counters::new();
+        counters.mark_all();
+        let words: Vec<usize> = changed(&mut counters).iter().map(|&(word, _)| word).collect();
+        assert!(words.into_iter().eq(0..WORDS));
+        assert!(!counters.is_changed());
     }
 
     /// The last word of the last mask is reachable: the longest time of the last histogram.

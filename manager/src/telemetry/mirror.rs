@@ -1,8 +1,10 @@
 //! Plain structs in which the reactor hands over its tables.
 
+use std::mem::offset_of;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use bytemuck::Zeroable;
 use orbitkv_shm_protocol::ids::{EngineId, LeaseId, OperationId, SessionId};
 use orbitkv_shm_protocol::record::RequestKind;
 use orbitkv_shm_protocol::telemetry::{
@@ -16,8 +18,7 @@ use crate::core::{CopyFault, IoFault};
 /// Name of the row that sums up the namespaces without a row of their own.
 pub const OTHER_NAMESPACES: &str = "(others)";
 
-/// One session and its rings. Positions are free-running; read the consumer's before the
-/// producer's, so that no difference is negative.
+/// One session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SessionMirror {
     /// Its id.
@@ -30,6 +31,20 @@ pub struct SessionMirror {
     pub state: SessionState,
     /// Attachment group.
     pub engine: EngineId,
+    /// Where its rings are.
+    pub rings: RingsMirror,
+    /// Operations that it may have outstanding.
+    pub credits: u32,
+    /// Bytes that its leases pin.
+    pub leased_bytes: u64,
+    /// Device regions that it registered.
+    pub regions: u32,
+}
+
+/// Where the rings of a session are. Positions are free-running; read the consumer's before the
+/// producer's, so that no difference is negative.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RingsMirror {
     /// Producer position of the request ring, as last seen.
     pub requests_submitted: u64,
     /// Consumer position of the request ring.
@@ -40,34 +55,44 @@ pub struct SessionMirror {
     pub completions_consumed: u64,
     /// Operations taken and not yet ended.
     pub outstanding: u64,
-    /// Operations that it may have outstanding.
-    pub credits: u32,
-    /// Bytes that its leases pin.
-    pub leased_bytes: u64,
-    /// Device regions that it registered.
-    pub regions: u32,
     /// CLOCK_MONOTONIC nanoseconds at which one of the positions last moved.
     pub last_progress_ns: u64,
 }
 
+impl RingsMirror {
+    /// Words of a [`SessionRow`] that [`put`](Self::put) fills.
+    pub(super) const WORDS: [usize; 6] = [
+        offset_of!(SessionRow, requests_submitted) / 8,
+        offset_of!(SessionRow, requests_taken) / 8,
+        offset_of!(SessionRow, completions_published) / 8,
+        offset_of!(SessionRow, completions_consumed) / 8,
+        offset_of!(SessionRow, outstanding) / 8,
+        offset_of!(SessionRow, last_progress_ns) / 8,
+    ];
+
+    pub(super) fn put(&self, row: &mut SessionRow) {
+        row.requests_submitted = self.requests_submitted;
+        row.requests_taken = self.requests_taken;
+        row.completions_published = self.completions_published;
+        row.completions_consumed = self.completions_consumed;
+        row.outstanding = self.outstanding;
+        row.last_progress_ns = self.last_progress_ns;
+    }
+}
+
 impl From<SessionMirror> for SessionRow {
     fn from(session: SessionMirror) -> Self {
-        Self {
-            id: session.id.0.into(),
-            pid: session.pid.into(),
-            uid: session.uid.into(),
-            state: session.state.to_word(),
-            requests_submitted: session.requests_submitted,
-            requests_taken: session.requests_taken,
-            completions_published: session.completions_published,
-            completions_consumed: session.completions_consumed,
-            outstanding: session.outstanding,
-            credits: session.credits.into(),
-            leased_bytes: session.leased_bytes,
-            regions: session.regions.into(),
-            last_progress_ns: session.last_progress_ns,
-            engine: engine_words(session.engine),
-        }
+        let mut row: Self = Zeroable::zeroed();
+        row.id = session.id.0.into();
+        row.pid = session.pid.into();
+        row.uid = session.uid.into();
+        row.state = session.state.to_word();
+        row.credits = session.credits.into();
+        row.leased_bytes = session.leased_bytes;
+        row.regions = session.regions.into();
+        row.engine = engine_words(session.engine);
+        session.rings.put(&mut row);
+        row
     }
 }
 

@@ -69,14 +69,20 @@ fn session(id: u32) -> SessionMirror {
         uid: 1000,
         state: SessionState::Attached,
         engine: EngineId([7; 16]),
+        rings: rings(),
+        credits: 256,
+        leased_bytes: 4096,
+        regions: 1,
+    }
+}
+
+fn rings() -> RingsMirror {
+    RingsMirror {
         requests_submitted: 10,
         requests_taken: 8,
         completions_published: 6,
         completions_consumed: 5,
         outstanding: 2,
-        credits: 256,
-        leased_bytes: 4096,
-        regions: 1,
         last_progress_ns: 1,
     }
 }
@@ -154,7 +160,10 @@ fn sessions_come_and_go() {
     // More than fit: the oldest 16 and the largest 16 stay.
     telemetry.set_operations(&first, (0..40).map(|i| operation(i, 1_000 - u64::from(i))));
     telemetry.set_leases(&second, (1..40).map(|i| lease(i, i * 4096)));
-    telemetry.set_session(&second, &SessionMirror { outstanding: 9, ..session(12) });
+    telemetry.set_session(
+        &second,
+        &SessionMirror { rings: RingsMirror { outstanding: 9, ..rings() }, ..session(12) },
+    );
 
     let snapshot = place.read();
     let sessions: Vec<_> = snapshot.sessions.iter().map(|s| (s.id, s.outstanding)).collect();
@@ -391,3 +400,93 @@ const _: () = {
     sent::<TelemetryReader>();
     shared::<TelemetryReader>();
 };
+
+/// Positions alone are told without a publication, and nothing else of the session changes.
+#[test]
+fn rings_are_shown_at_once() {
+    let place = Place::new();
+    let mut telemetry = place.start(5);
+    let slot = telemetry.open_session(&session(11)).expect("free row");
+    let moved = RingsMirror {
+        requests_submitted: 21,
+        requests_taken: 20,
+        completions_published: 17,
+        completions_consumed: 12,
+        outstanding: 3,
+        last_progress_ns: 2,
+    };
+    telemetry.set_rings(&slot, &moved);
+    let seen = place.read();
+    let ring = &seen.rings[0];
+    assert_eq!((ring.requests_queued, ring.completions_queued, ring.credits_used), (1, 5, 9));
+    let shown = &seen.sessions[0];
+    assert_eq!((shown.id, shown.pid, shown.outstanding, shown.leased_bytes), (11, 4242, 3, 4096));
+    telemetry.close_session(slot);
+    assert!(place.read().sessions.is_empty());
+}
+
+/// Goal: what another program writes into the segment is neither believed nor left standing.
+/// Method: every byte is overwritten; a second later by the clock that is handed in, all is back.
+#[test]
+fn a_damaged_segment_is_written_anew() {
+    let place = Place::new();
+    let mut telemetry = place.start(5);
+    let slot = telemetry.open_session(&session(11)).expect("free row");
+    telemetry.set_state(ManagerState::Ready);
+    telemetry.set_texts("thp", Some("127.0.0.1:9400"));
+    telemetry.set_config("dram = 1 GiB\n");
+    telemetry.set_devices([device(Path::new("/nvme/a"), 8192)]);
+    let name = "llama";
+    let namespace =
+        NamespaceMirror { name, dram_pages: 3, dram_bytes: 12_288, ssd_pages: 0, ssd_bytes: 0 };
+    telemetry.set_namespaces([namespace]);
+    telemetry.counters.set(Metric::LookupPages, 30);
+    telemetry.publish(now_ns());
+    let before = place.read();
+
+    let mut noise = 0x9e37_79b9_u32;
+    let bytes: Vec<u8> = std::iter::repeat_with(|| {
+        noise ^= noise << 13;
+        noise ^= noise >> 17;
+        noise ^= noise << 5;
+        noise as u8
+    })
+    .take(TELEMETRY_BYTES)
+    .collect();
+    std::fs::write(place.segment(), bytes).expect("ours to damage");
+    assert!(!place.read().manager.problems.is_empty(), "damage is named");
+    telemetry.publish(now_ns() + RESTATE_INTERVAL_NS);
+
+    let after = place.read();
+    assert!(after.manager.problems.is_empty(), "{:?}", after.manager.problems);
+    assert_eq!((after.manager.epoch, after.manager.state), (5, LifeState::Ready));
+    assert_eq!(after.manager.http, before.manager.http);
+    assert_eq!(
+        (&after.config, &after.ssd, &after.pages),
+        (&before.config, &before.ssd, &before.pages)
+    );
+    assert_eq!((&after.sessions, &after.leases), (&before.sessions, &before.leases));
+    assert_eq!(after.counters.get(Metric::LookupPages), 30);
+    telemetry.close_session(slot);
+}
+
+/// The documentation lists every metric, with its kind and its help, and no other.
+#[test]
+fn the_documentation_lists_every_metric() {
+    let text = include_str!("../../../docs/observing.md");
+    let listed: BTreeMap<&str, &str> = text
+        .lines()
+        .filter_map(|line| {
+            line.strip_prefix("| `orbitkv_").and(line.split('`').nth(1)).zip(Some(line))
+        })
+        .collect();
+    let devices = DEVICE_FAMILIES.iter().map(|family| (family.name, "gauge", family.help));
+    let all = FAMILIES.iter().map(|family| (family.name, family.kind.label(), family.help()));
+    let mut known = 0;
+    for (name, kind, help) in all.chain(devices).chain([(LATENCY_NAME, "histogram", "")]) {
+        let row = listed.get(name).unwrap_or_else(|| panic!("{name} is not in docs/observing.md"));
+        assert!(row.contains(&format!("| {kind} |")) && row.contains(help), "{row}");
+        known += 1;
+    }
+    assert_eq!(listed.len(), known, "a metric that is gone");
+}

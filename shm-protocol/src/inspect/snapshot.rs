@@ -142,6 +142,7 @@ impl Snapshot {
                 http: (!http.is_empty()).then_some(http),
                 heartbeat_age_ms: heartbeat_age_ns / 1_000_000,
                 torn: copier.torn,
+                problems: Vec::new(),
             },
             sessions: sessions.sessions,
             pool: PoolView::of(&counters, text(&texts[..PAGE_MODE_WORDS])),
@@ -157,8 +158,8 @@ impl Snapshot {
         }
     }
 
-    /// What is known of a Manager that holds its lock but has no valid segment yet, or died so.
-    pub(super) fn empty(alive: bool, socket: &Path) -> Self {
+    /// What is known of a Manager without a readable segment, which its own word would name `said`.
+    pub(super) fn empty(alive: bool, said: Option<ManagerState>, socket: &Path) -> Self {
         let counters = Numbers { words: vec![0; METRIC_WORDS + LATENCY_WORDS] };
         Self {
             manager: ManagerView {
@@ -166,11 +167,12 @@ impl Snapshot {
                 epoch: 0,
                 version: String::new(),
                 uptime_seconds: 0.0,
-                state: LifeState::judge(alive, Some(ManagerState::Starting), 0),
+                state: LifeState::judge(alive, said, 0),
                 socket: printable(socket.as_os_str().as_encoded_bytes()),
                 http: None,
                 heartbeat_age_ms: 0,
                 torn: Vec::new(),
+                problems: Vec::new(),
             },
             sessions: Vec::new(),
             pool: PoolView::of(&counters, String::new()),

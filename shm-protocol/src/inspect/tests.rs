@@ -380,19 +380,22 @@ fn no_manager_is_an_error_and_a_starting_one_is_not() {
 }
 
 #[test]
-fn damaged_files_are_typed_errors() {
+fn damaged_files_are_named_and_dangerous_ones_refused() {
     let place = Place::new("damaged");
-    let _lock = place.lock();
-    let fault = || match read(&place.socket) {
-        Err(InspectError::Unreadable { fault, .. }) => fault,
-        other => panic!("{other:?}"),
+    let lock = place.lock();
+    let problem = |words: &str| {
+        let seen = read(&place.socket).expect("only its numbers are lost");
+        assert_eq!(seen.manager.state, LifeState::Unresponsive);
+        assert!(seen.sessions.is_empty() && seen.manager.problems.len() == 1);
+        let found = &seen.manager.problems[0];
+        assert!(found.contains(words) && found.contains(&place.name()), "{found}");
     };
     place.put(b"short");
-    assert!(matches!(fault(), SegmentFault::TooShort { bytes: 5, .. }));
+    problem("5 bytes long");
     place.put(&[0xa5; 4096]);
-    assert!(matches!(fault(), SegmentFault::NotOurs { .. }));
+    problem("not an OrbitKV telemetry segment");
     place.put(&vec![0xa5; TELEMETRY_BYTES]);
-    assert!(matches!(fault(), SegmentFault::NotOurs { .. }));
+    problem("not an OrbitKV telemetry segment");
 
     // Something that would block a reader which is not careful.
     let path = Path::new("/dev/shm").join(&place.name()[1..]);
@@ -407,6 +410,45 @@ fn damaged_files_are_typed_errors() {
     .expect("a FIFO needs no rights");
     let error = read(&place.socket).expect_err("not a segment");
     assert!(matches!(error, InspectError::System { errno: Errno::INVAL, .. }), "{error}");
+
+    // The same bytes with nobody at the lock.
+    std::fs::remove_file(&path).expect("made above");
+    place.put(&vec![0xa5; TELEMETRY_BYTES]);
+    drop(lock);
+    assert_eq!(read(&place.socket).expect("dead").manager.state, LifeState::Dead);
+}
+
+/// A live Manager whose lock file was removed is not called dead while its heartbeat moves, and one
+/// that stopped beating is.
+#[test]
+fn a_lost_lock_is_no_death_while_the_heart_beats() {
+    let place = Place::new("lost-lock");
+    place.put(&vec![0; TELEMETRY_BYTES]);
+    let (descriptor, _) = open_segment(&place.name(), true).expect("put above");
+    let memory = map_segment(descriptor.as_fd(), Access::ReadWrite).expect("mapped");
+    let writer = SegmentWriter::new(memory, &identity(&place.socket));
+    writer.set_state(ManagerState::Ready);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                writer.beat(now_ns());
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        });
+        let seen = loop {
+            // The first beat may not have come.
+            let seen = read(&place.socket).expect("there");
+            if seen.manager.state != LifeState::Dead {
+                break seen;
+            }
+        };
+        assert!(seen.manager.problems[0].contains("nobody holds the lock"));
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    let seen = read(&place.socket).expect("there");
+    assert_eq!(seen.manager.state, LifeState::Dead);
+    assert!(seen.manager.problems.is_empty());
 }
 
 #[test]

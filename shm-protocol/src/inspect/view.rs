@@ -35,6 +35,8 @@ pub struct ManagerView {
     /// Parts of the snapshot that changed whenever they were looked at, or whose writer died in
     /// mid-change: their words may be of different moments. Normally empty.
     pub torn: Vec<&'static str>,
+    /// What is wrong with the lock or the segment, in a line each. Normally empty.
+    pub problems: Vec<String>,
 }
 
 /// One session.

@@ -1,5 +1,7 @@
 //! What each process holds of a session: one side of every ring, table, word and doorbell.
 
+use std::os::fd::OwnedFd;
+
 use super::tables::{
     DoneWords, DoneWordsReader, PageTable, PageTableWriter, ResultReader, ResultTable,
 };
@@ -38,9 +40,17 @@ pub struct ManagerSide {
     geometry: Geometry,
     session: SessionId,
     epoch: Epoch,
+    /// Of the submission segment: held so that the inspection tool finds the client's words when
+    /// this process does not look at them. None over heap memory.
+    _submission: Option<OwnedFd>,
 }
 
 impl ManagerSide {
+    /// Holds the submission segment's descriptor for as long as the session lasts.
+    pub(super) fn keep(&mut self, submission: OwnedFd) {
+        self._submission = Some(submission);
+    }
+
     pub(super) fn over(
         submission: &SharedMemory,
         completion: &SharedMemory,
@@ -77,6 +87,7 @@ impl ManagerSide {
             geometry,
             session,
             epoch,
+            _submission: None,
         }
     }
 

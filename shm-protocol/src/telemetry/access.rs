@@ -78,11 +78,26 @@ impl SegmentWriter {
             heartbeat: memory.word_writer(HEARTBEAT_OFFSET),
             memory,
         };
-        writer.memory.write(
+        writer.write_header(identity, 0);
+        writer.set_state(ManagerState::Starting);
+        writer.beat(identity.started_ns);
+        // telemetry.valid
+        writer.memory.word_writer::<u64>(offset_of!(Header, abi)).store_release(TELEMETRY_ABI);
+        writer
+    }
+
+    /// Writes a valid header once more: whoever may write the segment besides its owner may have
+    /// damaged it. Readers of an undamaged one see no change.
+    pub fn restate(&self, identity: &Identity) {
+        self.write_header(identity, TELEMETRY_ABI);
+    }
+
+    fn write_header(&self, identity: &Identity, abi: u64) {
+        self.memory.write(
             0,
             Header {
                 magic: TELEMETRY_MAGIC,
-                abi: 0,
+                abi,
                 fingerprint: LAYOUT_FINGERPRINT,
                 bytes: TELEMETRY_BYTES as u64,
                 epoch: identity.epoch.0.into(),
@@ -93,11 +108,6 @@ impl SegmentWriter {
                 socket: text_words(identity.socket.as_os_str().as_bytes()),
             },
         );
-        writer.set_state(ManagerState::Starting);
-        writer.beat(identity.started_ns);
-        // telemetry.valid
-        writer.memory.word_writer::<u64>(offset_of!(Header, abi)).store_release(TELEMETRY_ABI);
-        writer
     }
 
     /// Says which state the Manager is in.
@@ -187,6 +197,9 @@ pub enum SegmentFault {
     /// Its writer has not finished the header.
     #[error("its writer has not finished it")]
     Unfinished,
+    /// The header names no socket.
+    #[error("damaged: its header names no socket")]
+    NoSocket,
     /// Header of another version.
     #[error("header version {theirs}, this program reads {ours}: use the tools of that Manager")]
     OtherAbi {

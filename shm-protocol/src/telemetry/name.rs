@@ -66,8 +66,9 @@ pub fn map_segment(descriptor: BorrowedFd<'_>, access: Access) -> Result<SharedM
     SharedMemory::map(descriptor, TELEMETRY_BYTES, access, &fork)
 }
 
-/// Whether some process holds the lock file (see [`crate::bootstrap::peer::lock_path`]): probed with a shared lock that is given back at once,
-/// never waiting. A Manager that starts in this very moment tries again.
+/// Whether some process holds the lock file (see [`crate::bootstrap::peer::lock_path`]): probed
+/// with a shared lock that is given back at once, never waiting. A Manager that starts in this very
+/// moment tries again.
 ///
 /// # Errors
 /// What opening the lock file said, other than that it is absent (then nobody holds it).
