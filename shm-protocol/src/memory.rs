@@ -39,9 +39,9 @@ mod mapping;
 #[cfg_attr(loom, path = "memory/words_loom.rs")]
 mod words;
 
-#[cfg(loom)]
-pub use words::omit_fence;
 pub use words::{FenceSide, full_fence};
+#[cfg(loom)]
+pub use words::{RelaxedEnd, omit_fence};
 
 /// Whether this process may write a range of shared memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -101,6 +101,13 @@ impl SharedMemory {
     /// Another handle on the same bytes that refuses to make writers.
     pub fn read_only(&self) -> Self {
         Self { access: Access::Read, ..self.clone() }
+    }
+
+    /// Makes one end of the acquire and release pair on a word relaxed, for models that show that
+    /// it is needed.
+    #[cfg(loom)]
+    pub fn relax(&self, offset: usize, end: RelaxedEnd) {
+        self.words.relax(offset, end);
     }
 
     /// Length in bytes.
@@ -334,11 +341,13 @@ pub trait Word: Pod + sealed::Sealed {
 impl Word for u32 {
     #[inline]
     unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self {
+        let ordering = memory.words.ordering(offset, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.word32(offset) }.load(ordering)
     }
     #[inline]
     unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering) {
+        let ordering = memory.words.ordering(offset, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.word32(offset) }.store(value, ordering);
     }
@@ -347,11 +356,13 @@ impl Word for u32 {
 impl Word for u64 {
     #[inline]
     unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self {
+        let ordering = memory.words.ordering(offset, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.word64(offset) }.load(ordering)
     }
     #[inline]
     unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering) {
+        let ordering = memory.words.ordering(offset, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.word64(offset) }.store(value, ordering);
     }

@@ -44,6 +44,12 @@ impl Words {
         Self { base, _heap: None }
     }
 
+    /// The ordering to access a word with; only models change it.
+    #[inline(always)]
+    pub(super) fn ordering(&self, _offset: usize, asked: Ordering) -> Ordering {
+        asked
+    }
+
     /// # Safety
     /// `offset` is not beyond the end of the memory.
     pub(super) unsafe fn address(&self, offset: usize) -> *mut u8 {
