@@ -184,6 +184,7 @@ impl<R: RingRecord> Producer<R> {
             return false;
         }
         self.published = self.position;
+        // `ring-publish`
         self.tail.store_release(self.position);
         true
     }
@@ -276,6 +277,7 @@ impl<R: RingRecord> Consumer<R> {
     /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load.
     #[inline]
     pub fn ready(&self) -> bool {
+        // `ring-publish`
         self.position != self.available || self.position != self.tail.load_acquire()
     }
 
@@ -310,6 +312,7 @@ impl<R: RingRecord> Consumer<R> {
             return false;
         }
         self.released = self.position;
+        // `ring-release`
         self.head.store_release(self.position);
         true
     }
