@@ -451,7 +451,7 @@ fn scribble_until(ended: &Arc<AtomicBool>, side: &ManagerSide, seed: u64) -> Joi
         while !ended.load(Ordering::Relaxed) {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let number = random >> 33;
-            let offset = if number % 4 == 0 {
+            let offset = if number.is_multiple_of(4) {
                 geometry.results_offset() + number as usize % 128
             } else {
                 RING_OFFSET + number as usize % 64 * 128 + 16 + (number >> 8) as usize % 104

@@ -324,7 +324,7 @@ impl Raw {
     /// Waits until the Manager's reactor sleeps.
     pub(crate) fn must_find_the_manager_asleep(&self) {
         let started = Instant::now();
-        while self.peek(MANAGER_SLEEP_GENERATION) as u32 % 2 == 0 {
+        while self.peek(MANAGER_SLEEP_GENERATION) as u32 & 1 == 0 {
             assert!(started.elapsed() < PATIENCE, "the Manager never sleeps");
             std::thread::sleep(Duration::from_millis(1));
         }
