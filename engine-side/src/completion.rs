@@ -40,7 +40,7 @@ pub struct StageTimes {
     pub copied_ns: u64,
     /// The Manager published the completion.
     pub published_ns: u64,
-    /// This client took the completion from its ring.
+    /// This client took the completion from its ring: save, query, restore.
     pub observed_ns: u64,
 }
 

@@ -120,4 +120,5 @@ pub mod memory;
 pub mod record;
 pub mod ring;
 pub mod segment;
+pub mod spin;
 pub mod telemetry;

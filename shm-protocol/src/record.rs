@@ -443,6 +443,7 @@ impl Request {
     ///
     /// # Errors
     /// The first field whose value no kind of request allows.
+    #[inline]
     pub fn decode(record: &RequestRecord) -> Result<Self, BadField> {
         let bad = |field, value: u64| Err(BadField { field, value });
         let Some(kind) = RequestKind::from_raw(record.kind) else {
@@ -504,6 +505,7 @@ impl Request {
     }
 
     /// The record that [`decode`](Self::decode) reads back as `self`, addressed to one session.
+    #[inline]
     pub fn encode(&self, session: SessionId, epoch: Epoch, sequence: u64) -> RequestRecord {
         let mut record = RequestRecord {
             session: session.0,
@@ -592,6 +594,7 @@ pub struct Completion {
 
 impl Completion {
     /// An `Ok` completion without counts, to be filled in.
+    #[inline]
     pub const fn ok(operation: OperationId, kind: RequestKind) -> Self {
         Self {
             operation,
@@ -618,6 +621,7 @@ impl Completion {
     ///
     /// # Errors
     /// The first field whose value no Manager writes.
+    #[inline]
     pub fn decode(record: &CompletionRecord) -> Result<Self, BadField> {
         let bad = |field, value: u16| BadField { field, value: value.into() };
         Ok(Self {
@@ -645,6 +649,7 @@ impl Completion {
     }
 
     /// The record that [`decode`](Self::decode) reads back as `self`.
+    #[inline]
     pub fn encode(&self, session: SessionId, epoch: Epoch, sequence: u64) -> CompletionRecord {
         CompletionRecord {
             session: session.0,

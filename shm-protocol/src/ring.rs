@@ -8,7 +8,7 @@
 
 use bytemuck::Pod;
 
-use crate::memory::{SlotReader, SlotWriter, WordReader, WordWriter};
+use crate::memory::{RecordPlace, SlotReader, SlotWriter, WordReader, WordWriter};
 use crate::record::{CompletionRecord, RequestRecord};
 
 /// A record that carries the ring position it was written for.
@@ -145,15 +145,21 @@ impl<R: RingRecord> Producer<R> {
         self.published
     }
 
+    /// Slots that were free when the consumer's index was last read; there may be more by now. No
+    /// access to shared memory.
+    #[inline]
+    pub fn free_seen(&self) -> u32 {
+        // Below the capacity: `push` never stages further.
+        self.slots.capacity() - self.position.wrapping_sub(self.consumed) as u32
+    }
+
     /// Slots free now; the consumer can only raise it.
     ///
     /// # Errors
     /// The consumer's index is impossible.
     pub fn free(&mut self) -> Result<u32, RingViolation> {
         self.refresh()?;
-        // Below the capacity: `push` never stages further.
-        let staged = self.position.wrapping_sub(self.consumed) as u32;
-        Ok(self.slots.capacity() - staged)
+        Ok(self.free_seen())
     }
 
     /// Writes the record that `record` makes for the next position. Not visible to the consumer
@@ -229,6 +235,8 @@ pub struct Consumer<R> {
     released: u64,
     /// Last valid value of the producer's index.
     available: u64,
+    /// Where the record at `position` is.
+    next: RecordPlace<R>,
     violation: Option<RingViolation>,
 }
 
@@ -241,6 +249,7 @@ impl<R: RingRecord> Consumer<R> {
         start: u64,
     ) -> Self {
         Self {
+            next: slots.place(start),
             slots,
             tail,
             head,
@@ -281,6 +290,16 @@ impl<R: RingRecord> Consumer<R> {
         self.position != self.available || self.position != self.tail.load_acquire()
     }
 
+    /// Whether the producer published nothing that was not taken: what a spinning consumer asks.
+    /// One load, and a hint that the next record is about to be read, so that it waits for both
+    /// lines of its peer's cache at once and not for one after the other.
+    #[inline]
+    pub fn is_idle(&self) -> bool {
+        self.next.prefetch();
+        // `ring-publish`
+        self.tail.load_acquire() == self.position
+    }
+
     /// Takes a copy of the next record, or `None` when the producer published no more.
     ///
     /// # Errors
@@ -301,6 +320,7 @@ impl<R: RingRecord> Consumer<R> {
             return Err(self.wrong_sequence(record.sequence()));
         }
         self.position = self.position.wrapping_add(1);
+        self.next = self.slots.place(self.position);
         Ok(Some(record))
     }
 

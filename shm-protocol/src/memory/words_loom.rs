@@ -48,14 +48,14 @@ impl Words {
 
     /// The ordering to access a word with: what is asked for, unless [`relax`](Self::relax) said
     /// otherwise.
-    pub(super) fn ordering(&self, offset: usize, asked: Ordering) -> Ordering {
+    pub(super) fn ordering(&self, at: At, asked: Ordering) -> Ordering {
         let relaxed = match asked {
             Ordering::Acquire => &self.cells.relaxed_loads,
             Ordering::Release => &self.cells.relaxed_stores,
             other => return other,
         };
         let bits = relaxed.load(std::sync::atomic::Ordering::Relaxed);
-        let is_relaxed = offset / 8 < 64 && bits >> (offset / 8) & 1 == 1;
+        let is_relaxed = at.0 / 8 < 64 && bits >> (at.0 / 8) & 1 == 1;
         if is_relaxed { Ordering::Relaxed } else { asked }
     }
 
@@ -81,6 +81,18 @@ impl Words {
         &self.cells.words32[offset / 4]
     }
 
+    pub(super) unsafe fn at(&self, offset: usize) -> At {
+        At(offset)
+    }
+
+    pub(super) unsafe fn at64(&self, at: At) -> &AtomicU64 {
+        &self.cells.words64[at.0 / 8]
+    }
+
+    pub(super) unsafe fn at32(&self, at: At) -> &AtomicU32 {
+        &self.cells.words32[at.0 / 4]
+    }
+
     /// Sleeps while the word holds `seen`, with no timeout: a lost wake is a deadlock, which loom
     /// reports.
     pub(super) fn futex_wait(&self, offset: usize, seen: u32) {
@@ -95,6 +107,14 @@ impl Words {
         self.cells.woken.notify_all();
         drop(queue);
     }
+}
+
+/// The place of a word.
+#[derive(Clone, Copy, Debug)]
+pub struct At(usize);
+
+impl At {
+    pub(super) fn prefetch(self, _bytes: usize) {}
 }
 
 /// Which end of an acquire and release pair a model leaves out.
