@@ -212,9 +212,7 @@ impl Session {
     /// Whether a [`poll`](Self::poll) would find nothing and do nothing: a few loads.
     #[inline]
     pub(crate) fn is_silent(&self) -> bool {
-        self.side.completions.is_idle()
-            && !self.attention
-            && self.side.is_open()
+        self.side.completions.is_idle() && !self.attention && self.side.is_open()
     }
 
     /// The next completion, if there is one.

@@ -31,7 +31,9 @@ pub fn measure(clock: &Clock) -> Option<Duration> {
         let handshake = &handshake;
         // The bell has one sleeper, on the thread that owns it.
         let sleeper = thread::Builder::new().name("orbitkv-wake".to_owned());
-        sleeper.spawn_scoped(scope, move || sleep_and_tell(&bell, handshake, sleeper_cpu, clock)).ok()?;
+        sleeper
+            .spawn_scoped(scope, move || sleep_and_tell(&bell, handshake, sleeper_cpu, clock))
+            .ok()?;
         let prober = thread::Builder::new().name("orbitkv-wake".to_owned());
         let wakes = prober.spawn_scoped(scope, move || {
             let wakes = bind(ringer_cpu).map(|()| wake_often(&ringer, handshake, clock));

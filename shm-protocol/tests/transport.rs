@@ -349,6 +349,7 @@ fn bodies() -> Vec<Vec<u8>> {
         page_bytes_max: 1 << 26,
         operation_timeout_ms: 5000,
         lease_ttl_ms: 30_000,
+        spin_window_ns: 50_000,
         query_budget_bytes: 1 << 30,
         session_budget_bytes: 1 << 29,
     };
