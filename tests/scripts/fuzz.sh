@@ -34,9 +34,8 @@ if [ "${FUZZ_ASAN:-0}" = 1 ]; then
   flags+=" -Zsanitizer=address"
 fi
 
-root=$PWD
 host=$(rustc -vV | sed -n 's/^host: //p')
-export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target}/fuzz
+export CARGO_TARGET_DIR=$(realpath -m "${CARGO_TARGET_DIR:-target}")/fuzz
 # A target of its own, so that build scripts are not instrumented.
 (cd tests/fuzz && RUSTFLAGS="$flags" "${cargo[@]}" build --release --locked --target "$host")
 for target in "${targets[@]}"; do
