@@ -146,6 +146,70 @@ mod tests {
         assert!(pending.end(operation).is_none(), "a second completion");
     }
 
+    /// A table smaller than any session's, with a reserve of one where there is room.
+    fn tiny(credits: u32, generation: u32) -> Pending {
+        Pending {
+            slots: vec![Slot { generation, issued: None }; credits as usize].into_boxed_slice(),
+            free: (0..credits).rev().collect(),
+            reserve: u32::from(credits > 1),
+        }
+    }
+
+    /// Goal: in every history of a tiny table, around the wrap of the generation: credits and the
+    /// reserve are exact, an id is never given out twice, an ended or never begun id never ends.
+    #[test]
+    fn all_short_histories_match_a_list() {
+        const LENGTH: u32 = 7;
+        for credits in [1, 2, 4] {
+            for first in [0, OperationId::GENERATION_MAX - 1] {
+                for history in 0..6_u32.pow(LENGTH) {
+                    check_history(credits, first, history, LENGTH);
+                }
+            }
+        }
+    }
+
+    fn check_history(credits: u32, generation: u32, mut history: u32, length: u32) {
+        let mut pending = tiny(credits, generation);
+        let mut live: Vec<(OperationId, Issued)> = Vec::new();
+        let mut given: Vec<OperationId> = Vec::new();
+        let mut ended: Option<OperationId> = None;
+        for sequence in 0..length {
+            match history % 6 {
+                act @ (0 | 1) => {
+                    let kind = if act == 0 { RequestKind::Ping } else { RequestKind::Release };
+                    let keep = if act == 0 { u32::from(credits > 1) } else { 0 };
+                    let entry = issued(kind, sequence.into());
+                    let operation = pending.begin(entry);
+                    assert_eq!(operation.is_some(), (live.len() as u32) < credits - keep);
+                    if let Some(operation) = operation {
+                        assert!(operation.index < credits && operation.generation > 0);
+                        assert!(!given.contains(&operation), "{operation} names two");
+                        given.push(operation);
+                        live.push((operation, entry));
+                    }
+                }
+                act @ (2 | 3) if !live.is_empty() => {
+                    let at = if act == 2 { 0 } else { live.len() - 1 };
+                    let (operation, entry) = live.remove(at);
+                    assert_eq!(pending.end(operation), Some(entry));
+                    ended = Some(operation);
+                }
+                4 => assert_eq!(ended.and_then(|operation| pending.end(operation)), None),
+                5 => {
+                    // One generation ahead of what is there, and an index that is not.
+                    let generation = OperationId::next_generation(pending.slots[0].generation);
+                    assert_eq!(pending.end(OperationId { index: 0, generation }), None);
+                    assert_eq!(pending.end(OperationId { index: credits, generation: 1 }), None);
+                }
+                _ => return,
+            }
+            history /= 6;
+            assert_eq!(pending.outstanding() as usize, live.len());
+            assert!(live.iter().all(|(operation, entry)| pending.get(*operation) == Some(entry)));
+        }
+    }
+
     proptest! {
         /// Goal: an id names one operation for ever, credits are exact, any forged id is refused.
         /// Method: the table against a map from id to what was issued.

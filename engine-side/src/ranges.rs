@@ -92,6 +92,44 @@ mod tests {
         }
     }
 
+    /// Goal: as below, for every history of a tiny table. Method: a step allocates one of the
+    /// lengths or releases one of the live ranges.
+    #[test]
+    fn all_short_histories_match_a_flag_per_entry() {
+        const LENGTH: u32 = 6;
+        for entries in [1_u32, 2, 4] {
+            let choices = 2 * entries + 1;
+            for mut history in 0..choices.pow(LENGTH) {
+                let mut ranges = RangeAllocator::new(entries, entries);
+                let mut model = Model { taken: vec![false; entries as usize], live: Vec::new() };
+                for _ in 0..LENGTH {
+                    let step = history % choices;
+                    history /= choices;
+                    if step <= entries {
+                        let len = step + 1;
+                        let range = ranges.allocate(len);
+                        assert_eq!(range.is_some(), model.fits(len), "{len} of {ranges:?}");
+                        let Some(range) = range else { continue };
+                        assert_eq!(range.len, len);
+                        model.mark(range, true);
+                        model.live.push(range);
+                    } else {
+                        let at = (step - entries - 1) as usize;
+                        if at >= model.live.len() {
+                            break;
+                        }
+                        let range = model.live.remove(at);
+                        ranges.release(range);
+                        model.mark(range, false);
+                    }
+                    let free: u32 = ranges.free.iter().map(|run| run.len).sum();
+                    let taken = model.taken.iter().filter(|taken| **taken).count() as u32;
+                    assert_eq!(free, entries - taken);
+                }
+            }
+        }
+    }
+
     proptest! {
         /// Goal: ranges never overlap or wrap, a fitting request is never refused, and releasing
         /// everything makes the table whole again. Method: every step against a flag per entry.

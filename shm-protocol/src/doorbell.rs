@@ -50,6 +50,7 @@ impl Sleeper {
         let seen = self.doorbell.load_acquire();
         debug_assert!(self.generation.get().is_multiple_of(2), "begin() twice without end()");
         self.step();
+        // `wake-fence`
         full_fence(FenceSide::Waiter);
         seen
     }
@@ -113,6 +114,7 @@ impl Ringer {
     /// publishing, once for a batch. Returns whether it made the system call.
     #[inline]
     pub fn ring(&mut self) -> bool {
+        // `wake-fence`
         full_fence(FenceSide::Publisher);
         let generation = self.sleep_generation.load_relaxed();
         if generation.is_multiple_of(2) || generation == self.last_woken {
@@ -195,13 +197,14 @@ impl ControlRinger {
     /// publishing. Returns whether it made the system call.
     #[inline]
     pub fn ring(&self) -> bool {
+        // `wake-fence`
         full_fence(FenceSide::Publisher);
         let generation = self.sleep_generation.load_relaxed();
         if generation.is_multiple_of(2) {
             return false;
         }
-        // `bell-gate`: whoever changes it to this generation owes the wake. A ringer that was delayed here may
-        // put an older generation back: that costs a needless wake, never one too few.
+        // `bell-gate`: whoever changes it to this generation owes the wake. A ringer that was delayed
+        // here may put an older generation back: a needless wake, never one too few.
         if self.last_woken.swap(generation) == generation {
             return false;
         }
@@ -209,5 +212,105 @@ impl ControlRinger {
         self.doorbell.increment();
         self.doorbell.futex_wake();
         true
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Copy)]
+    enum Step {
+        Begin,
+        /// By this ringer.
+        Ring(usize),
+        Wait,
+        End,
+    }
+
+    /// What anyone would write in one thread.
+    #[derive(Default)]
+    struct Model {
+        /// Doorbell that `begin` returned.
+        asleep: Option<u32>,
+        rung: bool,
+    }
+
+    /// Runs every history of `length` steps; those that no caller may make are cut short.
+    fn check_all(length: u32, steps: &[Step], mut bell: impl FnMut() -> Bell) {
+        for mut history in 0..(steps.len() as u64).pow(length) {
+            let mut bell = bell();
+            let mut model = Model::default();
+            for _ in 0..length {
+                let step = steps[(history % steps.len() as u64) as usize];
+                history /= steps.len() as u64;
+                match (step, model.asleep) {
+                    (Step::Begin, None) => {
+                        model = Model { asleep: Some(bell.sleeper.begin()), rung: false };
+                    }
+                    (Step::Ring(by), asleep) => {
+                        let wakes = asleep.is_some() && !model.rung;
+                        assert_eq!((bell.ring)(by), wakes, "one wake a sleep");
+                        model.rung |= wakes;
+                    }
+                    (Step::Wait, Some(seen)) => {
+                        let end = bell.sleeper.wait(seen, Duration::ZERO);
+                        let expected = if model.rung { WaitEnd::Rung } else { WaitEnd::TimedOut };
+                        assert_eq!(end, expected);
+                    }
+                    (Step::End, Some(_)) => {
+                        bell.sleeper.end();
+                        model.asleep = None;
+                    }
+                    _ => break,
+                }
+                assert_eq!(bell.sleeper.is_announced(), model.asleep.is_some());
+            }
+        }
+    }
+
+    struct Bell {
+        sleeper: Sleeper,
+        ring: Box<dyn FnMut(usize) -> bool>,
+    }
+
+    /// Both words wrap within the first steps.
+    const GENERATION: u32 = u32::MAX - 1;
+    const RINGS: u32 = u32::MAX - 1;
+
+    #[test]
+    fn all_short_histories_ring_once_a_sleep() {
+        let steps = [Step::Begin, Step::Ring(0), Step::Wait, Step::End];
+        check_all(8, &steps, || {
+            let memory = SharedMemory::heap(2 * WORD_BLOCK);
+            memory.write(0, RINGS);
+            memory.write(WORD_BLOCK, GENERATION);
+            let sleeper = Sleeper {
+                sleep_generation: memory.word_writer(WORD_BLOCK),
+                doorbell: memory.word_reader(0),
+                generation: Cell::new(GENERATION),
+            };
+            let mut ringer = Ringer {
+                doorbell: memory.word_writer(0),
+                sleep_generation: memory.word_reader(WORD_BLOCK),
+                rings: RINGS,
+                last_woken: GENERATION - 1,
+            };
+            Bell { sleeper, ring: Box::new(move |_| ringer.ring()) }
+        });
+    }
+
+    #[test]
+    fn all_short_histories_of_two_ringers_ring_once_a_sleep() {
+        let steps = [Step::Begin, Step::Ring(0), Step::Ring(1), Step::Wait, Step::End];
+        check_all(7, &steps, || {
+            let ControlBell { sleeper, ringer } = ControlBell::new();
+            sleeper.generation.set(GENERATION);
+            sleeper.sleep_generation.store_relaxed(GENERATION);
+            ringer.doorbell.store_relaxed(RINGS);
+            ringer.last_woken.store_relaxed(GENERATION - 1);
+            let ringers = [ringer.clone(), ringer];
+            Bell { sleeper, ring: Box::new(move |by| ringers[by].ring()) }
+        });
     }
 }

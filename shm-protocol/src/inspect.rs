@@ -13,6 +13,7 @@ mod snapshot;
 mod view;
 
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -29,7 +30,7 @@ use crate::bootstrap::peer::lock_path;
 use crate::memory::Access;
 use crate::telemetry::{
     ManagerState, SegmentFault, SegmentReader, TELEMETRY_BYTES, check_start, map_segment,
-    open_segment, owner_lives, resolved_socket, segment_name,
+    open_segment, owner_lives, printable_line, resolved_socket, segment_name,
 };
 
 /// A Manager that holds its lock but has not beaten for longer than this is unresponsive. An idle
@@ -83,11 +84,14 @@ pub enum InspectError {
         expected: u32,
     },
     /// The segment is another socket's: their names collide.
-    #[error("segment {name} is that of {theirs}: use another socket path", theirs = theirs.display())]
+    #[error(
+        "segment {name} is that of {theirs}: use another socket path",
+        theirs = printable_line(theirs.as_os_str().as_bytes())
+    )]
     OtherSocket {
         /// Its name.
         name: String,
-        /// Socket in its header.
+        /// Socket in its header: any bytes, shown with control characters replaced.
         theirs: PathBuf,
     },
     /// The segment is damaged or from another build.
@@ -246,8 +250,6 @@ fn owner_uid(socket: &Path, lock: &Path) -> u32 {
 
 /// Whether a path in a header, which may be cut, is the path asked for.
 fn same_text(in_header: &Path, socket: &Path) -> bool {
-    use std::os::unix::ffi::OsStrExt;
-
     let socket: [u64; 64] = crate::telemetry::text_words(socket.as_os_str().as_bytes());
     crate::telemetry::text_bytes(&socket) == in_header.as_os_str().as_bytes()
 }

@@ -80,7 +80,7 @@
 //! # Ordering
 //!
 //! Everything is relaxed but the accesses below. Each has a name, which the code uses at both
-//! ends.
+//! ends (`tests/ordering.rs` compares the two).
 //!
 //! | sync point | stored by | seen by | what it orders |
 //! | --- | --- | --- | --- |
@@ -99,8 +99,9 @@
 //!
 //! `tests/loom.rs` runs the real ring and doorbell over loom's memory model: every interleaving
 //! and stale load of one producer and one consumer, and up to a few preemptions where they sleep
-//! repeatedly or two ringers share a [`doorbell::ControlBell`]. It also checks that leaving out
-//! either fence deadlocks the model.
+//! repeatedly or two ringers share a [`doorbell::ControlBell`]. It also checks that the model
+//! rejects either fence left out, the doorbell read after the re-check, and a relaxed
+//! `ring-publish`.
 //!
 //! # Fork
 //!

@@ -40,9 +40,9 @@ mod mapping;
 mod words;
 
 use words::At;
-#[cfg(loom)]
-pub use words::omit_fence;
 pub use words::{FenceSide, full_fence};
+#[cfg(loom)]
+pub use words::{RelaxedEnd, omit_fence};
 
 /// Whether this process may write a range of shared memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,6 +102,13 @@ impl SharedMemory {
     /// Another handle on the same bytes that refuses to make writers.
     pub fn read_only(&self) -> Self {
         Self { access: Access::Read, ..self.clone() }
+    }
+
+    /// Makes one end of the acquire and release pair on a word relaxed, for models that show that
+    /// it is needed.
+    #[cfg(loom)]
+    pub fn relax(&self, offset: usize, end: RelaxedEnd) {
+        self.words.relax(offset, end);
     }
 
     /// Length in bytes.
@@ -343,11 +350,13 @@ pub trait Word: Pod + sealed::Sealed {
 impl Word for u32 {
     #[inline]
     unsafe fn load(memory: &SharedMemory, at: At, ordering: Ordering) -> Self {
+        let ordering = memory.words.ordering(at, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.at32(at) }.load(ordering)
     }
     #[inline]
     unsafe fn store(memory: &SharedMemory, at: At, value: Self, ordering: Ordering) {
+        let ordering = memory.words.ordering(at, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.at32(at) }.store(value, ordering);
     }
@@ -356,11 +365,13 @@ impl Word for u32 {
 impl Word for u64 {
     #[inline]
     unsafe fn load(memory: &SharedMemory, at: At, ordering: Ordering) -> Self {
+        let ordering = memory.words.ordering(at, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.at64(at) }.load(ordering)
     }
     #[inline]
     unsafe fn store(memory: &SharedMemory, at: At, value: Self, ordering: Ordering) {
+        let ordering = memory.words.ordering(at, ordering);
         // SAFETY: passed on to the caller.
         unsafe { memory.words.at64(at) }.store(value, ordering);
     }

@@ -196,6 +196,7 @@ impl<R: RingRecord> Producer<R> {
             return false;
         }
         self.published = self.position;
+        // `ring-publish`
         self.tail.store_release(self.position);
         true
     }
@@ -301,6 +302,7 @@ impl<R: RingRecord> Consumer<R> {
     /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load.
     #[inline]
     pub fn ready(&self) -> bool {
+        // `ring-publish`
         self.position != self.available || self.position != self.tail.load_acquire()
     }
 
@@ -310,6 +312,7 @@ impl<R: RingRecord> Consumer<R> {
     #[inline]
     pub fn is_idle(&self) -> bool {
         self.next.prefetch();
+        // `ring-publish`
         self.tail.load_acquire() == self.position
     }
 
@@ -345,6 +348,7 @@ impl<R: RingRecord> Consumer<R> {
             return false;
         }
         self.released = self.position;
+        // `ring-release`
         self.head.store_release(self.position);
         true
     }

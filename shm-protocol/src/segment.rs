@@ -469,6 +469,7 @@ fn inspect(
         return Err(AttachError::Size { segment, found, needed });
     }
     let mut header = SegmentHeader::zeroed();
+    // `header-version`, through the kernel: the descriptor came after the store.
     let read = rustix::io::retry_on_intr(|| {
         rustix::io::pread(descriptor, bytemuck::bytes_of_mut(&mut header), HEADER_OFFSET as u64)
     })

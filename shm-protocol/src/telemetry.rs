@@ -53,7 +53,8 @@ pub use metric::{
 };
 pub use name::{map_segment, open_segment, owner_lives, resolved_socket, segment_name};
 pub use row::{
-    DeviceRow, LeaseRow, NamespaceRow, OperationRow, SessionRow, printable, text_bytes, text_words,
+    DeviceRow, LeaseRow, NamespaceRow, OperationRow, SessionRow, printable, printable_line,
+    text_bytes, text_words,
 };
 
 use crate::layout::fnv1a;

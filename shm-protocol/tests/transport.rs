@@ -12,14 +12,15 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, LAYOUT_SEGMENTS_MAX, MESSAGE_BYTES_MAX, MESSAGE_DESCRIPTORS_MAX, MESSAGE_MAGIC,
-    ManagerMessage, MemorySpec, MessageHeader, Refusal, RegionSpec, SegmentSpec,
+    ClientMessage, DependencySpec, LAYOUT_SEGMENTS_MAX, MESSAGE_BYTES_MAX, MESSAGE_DESCRIPTORS_MAX,
+    MESSAGE_MAGIC, ManagerMessage, MemorySpec, MessageHeader, NamespaceSpec, Refusal, RegionSpec,
+    SegmentSpec, Welcome,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{
     TransportError, receive_client, receive_manager, send,
 };
 use orbitkv_shm_protocol::layout::{ABI_VERSION, LAYOUT_FINGERPRINT};
-use proptest::prelude::{any, prop_assert_eq, proptest};
+use proptest::prelude::{Just, Strategy, any, prop_assert, prop_assert_eq, prop_oneof, proptest};
 use rustix::fs::MemfdFlags;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
@@ -306,7 +307,170 @@ fn memory_descriptions_survive_the_journey() {
     }
 }
 
+/// One correct message of each kind and direction, as JSON.
+fn bodies() -> Vec<Vec<u8>> {
+    let segment = SegmentSpec { memory: 1, offset: 4096, stride: 8192, length: 4096 };
+    let namespace = NamespaceSpec {
+        model: "m".into(),
+        dtype: "bfloat16".into(),
+        page_tokens: 64,
+        page_bytes: 4096,
+        layout: "l".into(),
+        group: 0,
+        tp_rank: 1,
+        tp_size: 2,
+        pp_rank: 0,
+        pp_size: 1,
+        adapter: String::new(),
+        salt: "s".into(),
+        dependency: DependencySpec::Window(4),
+    };
+    let process = MemorySpec::Process { address: 1, bytes: 2, nonce_address: 3, nonce: 4 };
+    let region = RegionSpec { scope: 1, pages: 2, segments: vec![segment; 2] };
+    let from_client = [
+        hello(),
+        ClientMessage::DefineNamespace(namespace),
+        ClientMessage::DefineSet { members: vec![1, 2] },
+        ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 4096 }),
+        ClientMessage::RegisterMemory(process),
+        ClientMessage::RegisterRegion(region),
+        ClientMessage::Evict { tier: "dram".into(), timeout_ms: 5 },
+    ];
+    let welcome = Welcome {
+        layout_fingerprint: LAYOUT_FINGERPRINT,
+        epoch: 1,
+        session: 2,
+        ring_capacity: 256,
+        page_entries: 65_536,
+        done_words: 1,
+        submission_bytes: 1 << 22,
+        completion_bytes: 1 << 21,
+        manager_pid: 3,
+        page_bytes_max: 1 << 26,
+        operation_timeout_ms: 5000,
+        lease_ttl_ms: 30_000,
+        spin_window_ns: 50_000,
+        query_budget_bytes: 1 << 30,
+        session_budget_bytes: 1 << 29,
+    };
+    let from_manager = [
+        ManagerMessage::Welcome(welcome),
+        ManagerMessage::Refused { refusal: Refusal::BadMessage, message: "no".into() },
+        ManagerMessage::Scope { scope: 1, page_bytes: 2 },
+        ManagerMessage::Memory { memory: 1 },
+        ManagerMessage::Region { region: 1, page_bytes: 2 },
+        ManagerMessage::Evicted { pages: 1, bytes: 2, pages_kept: 3, spill_drained: true },
+    ];
+    let client = from_client.iter().map(|message| serde_json::to_vec(message).unwrap());
+    client.chain(from_manager.iter().map(|message| serde_json::to_vec(message).unwrap())).collect()
+}
+
+/// How a correct datagram is spoiled.
+#[derive(Clone, Debug)]
+enum Spoil {
+    Nothing,
+    /// One byte of header or body.
+    Byte(usize, u8),
+    /// Only the first bytes arrive.
+    Cut(usize),
+    /// More bytes than announced.
+    Tail(Vec<u8>),
+    /// A word of the header.
+    Word(usize, u32),
+    /// A number in the body becomes this one.
+    Number(usize, i128),
+}
+
+fn spoils() -> impl Strategy<Value = Spoil> {
+    prop_oneof![
+        Just(Spoil::Nothing),
+        any::<(usize, u8)>().prop_map(|(at, byte)| Spoil::Byte(at, byte)),
+        any::<usize>().prop_map(Spoil::Cut),
+        proptest::collection::vec(any::<u8>(), 1..9).prop_map(Spoil::Tail),
+        (0_usize..4, any::<u32>()).prop_map(|(word, value)| Spoil::Word(word, value)),
+        (any::<usize>(), any::<i128>()).prop_map(|(which, value)| Spoil::Number(which, value)),
+    ]
+}
+
+/// The `which`th run of digits replaced by another number.
+fn with_number(body: &[u8], which: usize, value: i128) -> Vec<u8> {
+    let text = String::from_utf8(body.to_vec()).unwrap();
+    let starts: Vec<usize> = text
+        .char_indices()
+        .filter(|(at, c)| {
+            c.is_ascii_digit() && !text[..*at].ends_with(|c: char| c.is_ascii_digit())
+        })
+        .map(|(at, _)| at)
+        .collect();
+    let Some(start) = starts.get(which % starts.len().max(1)) else { return body.to_vec() };
+    let end = text[*start..].find(|c: char| !c.is_ascii_digit()).map_or(text.len(), |n| start + n);
+    format!("{}{value}{}", &text[..*start], &text[end..]).into_bytes()
+}
+
 proptest! {
+    /// Goal: a spoiled message of either direction is refused or is a message that could have been
+    /// sent, with exactly the descriptors that it announced; nothing stays open.
+    #[test]
+    fn spoiled_messages_are_refused_or_whole(
+        which in 0_usize..13,
+        spoil in spoils(),
+        attached in 0_usize..7,
+        announced in prop_oneof![3 => Just(None), 1 => (0_usize..7).prop_map(Some)],
+    ) {
+        let _turn = turn();
+        let mut body = bodies()[which].clone();
+        if let Spoil::Number(at, value) = spoil {
+            body = with_number(&body, at, value);
+        }
+        let announced = announced.unwrap_or(attached);
+        let mut datagram = [bytemuck::bytes_of(&header(body.len(), announced)), &body].concat();
+        match &spoil {
+            Spoil::Byte(at, byte) => {
+                let at = at % datagram.len();
+                datagram[at] = *byte;
+            }
+            Spoil::Cut(bytes) => datagram.truncate(1 + bytes % (datagram.len() - 1)),
+            Spoil::Tail(bytes) => datagram.extend(bytes),
+            Spoil::Word(word, value) => {
+                datagram[word * 4..][..4].copy_from_slice(&value.to_le_bytes());
+            }
+            Spoil::Nothing | Spoil::Number(..) => {}
+        }
+        let from_client = which < 7;
+        let passed: Vec<OwnedFd> = (0..attached).map(|_| memfd(1)).collect();
+        let borrowed: Vec<BorrowedFd<'_>> = passed.iter().map(AsFd::as_fd).collect();
+        let (ours, theirs) = sockets();
+        let before = open_descriptors();
+        send_raw(&theirs, &[&datagram], &borrowed);
+        let received = if from_client {
+            receive_client(&ours, SOON).map(|(message, descriptors)| {
+                (serde_json::to_vec(&message).unwrap(), descriptors)
+            })
+        } else {
+            receive_manager(&ours, SOON).map(|(message, descriptors)| {
+                (serde_json::to_vec(&message).unwrap(), descriptors)
+            })
+        };
+        match received {
+            Ok((again, descriptors)) => {
+                let said: u32 = bytemuck::pod_read_unaligned(&datagram[12..16]);
+                prop_assert_eq!(descriptors.len(), said as usize);
+                prop_assert_eq!(descriptors.len(), attached);
+                prop_assert!(descriptors.len() <= MESSAGE_DESCRIPTORS_MAX);
+                let said: serde_json::Value = serde_json::from_slice(&datagram[16..]).unwrap();
+                let again: serde_json::Value = serde_json::from_slice(&again).unwrap();
+                prop_assert_eq!(said, again);
+            }
+            Err(error) => {
+                let is_correct = matches!(spoil, Spoil::Nothing)
+                    && announced == attached
+                    && attached <= MESSAGE_DESCRIPTORS_MAX;
+                prop_assert!(!is_correct, "{}", error);
+            }
+        }
+        prop_assert_eq!(open_descriptors(), before);
+    }
+
     /// Whatever a datagram holds, it is a message or an error, and leaves no descriptor.
     #[test]
     fn arbitrary_datagrams_are_refused_cleanly(

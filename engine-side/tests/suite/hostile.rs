@@ -8,6 +8,9 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 
 use orbitkv_engine::{
     Code, Completion, Connect, Deadline, Gone, Operation, PageOutcome, ProtocolFault, QueryMode,
@@ -389,8 +392,81 @@ fn a_broken_session_is_closed_at_once() {
     assert!(!rig.client.has_manager_exited(), "only the session is over");
 }
 
+/// Goal: bytes that change while the client reads them end the session or are completions that fit
+/// their requests, each operation reported once. Method: honest answers, while a thread keeps
+/// writing over the bodies of all records and over the results.
+#[test]
+fn bytes_that_change_while_they_are_read_give_an_end_or_progress() {
+    for seed in 1..16_u64 {
+        let twin = Twin::start();
+        let connect = Connect::new(twin.path()).ring_capacity(64).page_entries(1024);
+        let mut rig = Rig::over(connect.connect().unwrap());
+        twin.hold(RequestKind::ALL);
+        let mut names: HashSet<_> = (0..40).map(|_| rig.client.ping().unwrap()).collect();
+        names.insert(rig.client.save(&rig.region, &blocks(1, 8, 0)).unwrap());
+        rig.client.submit().unwrap();
+        while twin.with(|server| server.seats[0].held.len()) < names.len() {}
+        let ended = Arc::new(AtomicBool::new(false));
+        let end = ended.clone();
+        let scribbler = twin.with(move |server| {
+            let seat = &mut server.seats[0];
+            let scribbler = scribble_until(&end, &seat.side, seed);
+            for (request, _) in std::mem::take(&mut seat.held) {
+                let told = record::Completion::ok(request.operation, request.kind());
+                seat.complete(request.range.start, &[], told);
+                seat.side.completions.publish();
+                seat.side.ringer.ring();
+            }
+            scribbler
+        });
+        loop {
+            match rig.client.wait(PATIENCE) {
+                Ok(Some(told)) => {
+                    assert!(names.remove(&told.operation), "a second report: {told:?}");
+                    rig.client.results(&told).for_each(drop);
+                    let _ = rig.client.is_done(&told.operation);
+                }
+                Ok(None) => break,
+                Err(gone) => {
+                    assert!(matches!(gone, Gone::Protocol(_)), "{gone:?}");
+                    break;
+                }
+            }
+        }
+        ended.store(true, Ordering::Relaxed);
+        scribbler.join().unwrap();
+        assert!(names.is_empty(), "not reported: {names:?}");
+    }
+}
+
+/// Writes over everything in the records behind their sequence, and over the page results.
+fn scribble_until(ended: &Arc<AtomicBool>, side: &ManagerSide, seed: u64) -> JoinHandle<()> {
+    // Keeps the segment mapped until the thread has ended.
+    let (ended, mapped) = (ended.clone(), side.done.clone());
+    let geometry = side.geometry();
+    std::thread::spawn(move || {
+        let start = mapped.region().0.expose_provenance() - geometry.done_words_offset();
+        let memory = File::options().write(true).open("/proc/self/mem").unwrap();
+        let mut random = seed;
+        while !ended.load(Ordering::Relaxed) {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let number = random >> 33;
+            let offset = if number.is_multiple_of(4) {
+                geometry.results_offset() + number as usize % 128
+            } else {
+                RING_OFFSET + number as usize % 64 * 128 + 16 + (number >> 8) as usize % 104
+            };
+            memory.write_all_at(&[(number >> 16) as u8], (start + offset) as u64).unwrap();
+        }
+    })
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        // Each starts a twin; still as many as PROPTEST_CASES says.
+        cases: ProptestConfig::default().cases / 5,
+        ..ProptestConfig::default()
+    })]
 
     /// Goal: arbitrary bytes in the Manager's segment end the session or are completions that fit
     /// their requests; never a panic, a hang or a second report. Method: random ring, results,

@@ -13,7 +13,7 @@ use super::{HEARTBEAT_AGE_MAX, Patience};
 use crate::telemetry::{
     CONFIG, DEVICES, Group, GroupCopy, HTTP_WORDS, LATENCY_WORDS, METRIC_WORDS, ManagerState,
     NAMESPACES, NUMBERS, PAGE_MODE_WORDS, SESSION_ROWS, SegmentReader, SessionRow, TEXTS,
-    leases_group, operations_group, printable, session_group, text_bytes,
+    leases_group, operations_group, printable, printable_line, session_group, text_bytes,
 };
 
 const NANOS: f64 = 1e9;
@@ -123,12 +123,12 @@ impl Snapshot {
         let mut copier = Copier { reader, patience: Patience::new(), torn: Vec::new() };
         let counters = Numbers { words: copier.copy(NUMBERS, "counters").words };
         let texts = copier.copy(TEXTS, "texts").words;
-        let text = |words: &[u64]| printable(&text_bytes(words));
+        let text = |words: &[u64]| printable_line(&text_bytes(words));
         let http = text(&texts[PAGE_MODE_WORDS..PAGE_MODE_WORDS + HTTP_WORDS]);
         let ssd = copier.copy(DEVICES, "ssd").rows().iter().map(DeviceView::of).collect();
         let pages =
             copier.copy(NAMESPACES, "pages").rows().iter().flat_map(PagesView::of).collect();
-        let config = text(&copier.copy(CONFIG, "config").words);
+        let config = printable(&text_bytes(&copier.copy(CONFIG, "config").words));
         let sessions = SessionTables::copy(&mut copier, as_of_ns);
         let identity = reader.identity();
         Self {
@@ -138,7 +138,7 @@ impl Snapshot {
                 version: identity.version,
                 uptime_seconds: as_of_ns.saturating_sub(identity.started_ns) as f64 / NANOS,
                 state: LifeState::judge(alive, reader.state(), heartbeat_age_ns),
-                socket: printable(identity.socket.as_os_str().as_encoded_bytes()),
+                socket: printable_line(identity.socket.as_os_str().as_encoded_bytes()),
                 http: (!http.is_empty()).then_some(http),
                 heartbeat_age_ms: heartbeat_age_ns / 1_000_000,
                 torn: copier.torn,
@@ -168,7 +168,7 @@ impl Snapshot {
                 version: String::new(),
                 uptime_seconds: 0.0,
                 state: LifeState::judge(alive, said, 0),
-                socket: printable(socket.as_os_str().as_encoded_bytes()),
+                socket: printable_line(socket.as_os_str().as_encoded_bytes()),
                 http: None,
                 heartbeat_age_ms: 0,
                 torn: Vec::new(),

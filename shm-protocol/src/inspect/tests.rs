@@ -207,6 +207,19 @@ fn values_come_back_as_they_were_written() {
     assert_eq!(snapshot.pages, [pages]);
 }
 
+/// A client names its namespaces: no name may add lines to what an operator reads.
+#[test]
+fn names_stay_on_their_line() {
+    let writer = busy_writer();
+    let name = text_words(b"llama\nforged\tssd 1\x1b[2J");
+    let row = NamespaceRow { name, dram_pages: 1, dram_bytes: 1, ssd_pages: 0, ssd_bytes: 0 };
+    writer.update_table(NAMESPACES, &[row]);
+    let snapshot = take(&writer, true, 10 * SECOND);
+    assert_eq!(snapshot.pages[0].namespace, "llama\u{fffd}forged\u{fffd}ssd 1\u{fffd}[2J");
+    // The configuration is the one text of several lines.
+    assert!(snapshot.config.contains('\n'));
+}
+
 /// Quantiles are ends of buckets and never beyond the maximum.
 #[test]
 fn latencies_are_summed_up() {
@@ -285,7 +298,12 @@ fn fill(memory: &SharedMemory, from: usize, seed: u64, style: u8) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        // A megabyte each; still as many as PROPTEST_CASES says.
+        cases: ProptestConfig::default().cases / 10,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     /// Any bytes give a snapshot of bounded size, or a typed error: with a random header, and with
     /// a valid header before random tables.
@@ -314,6 +332,57 @@ proptest! {
                 prop_assert!(!fault.to_string().is_empty());
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: ProptestConfig::default().cases / 10,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    /// Whatever file lies where the segment would be, of whatever length: a snapshot of a starting,
+    /// dead or living Manager, or a typed error. Half-written headers are cut at any word, with and
+    /// without the version that is written last, and may be stale.
+    #[test]
+    fn any_file_gives_a_snapshot_or_an_error(
+        seed: u64,
+        style in 0_u8..3,
+        header_bytes in 0_usize..0x300,
+        versioned: bool,
+        length in prop_oneof![
+            4 => Just(TELEMETRY_BYTES),
+            1 => 0_usize..4096,
+            1 => TELEMETRY_BYTES - 9..TELEMETRY_BYTES + 9,
+        ],
+        locked: bool,
+    ) {
+        let place = Place::new("any-file");
+        let _lock = locked.then(|| place.lock());
+        let valid = SharedMemory::heap(TELEMETRY_BYTES);
+        drop(SegmentWriter::new(valid.clone(), &identity(&place.socket)));
+        let noise = SharedMemory::heap(TELEMETRY_BYTES + 128);
+        fill(&noise, 0, seed, style);
+        let bytes: Vec<u8> = (0..length)
+            .map(|at| {
+                let memory = if at < header_bytes { &valid } else { &noise };
+                let word = memory.read::<u64>(at / 8 * 8).to_le_bytes()[at % 8];
+                if (8..16).contains(&at) && !versioned { 0 } else { word }
+            })
+            .collect();
+        place.put(&bytes);
+        let started = std::time::Instant::now();
+        match read(&place.socket) {
+            Ok(snapshot) => {
+                let finished = snapshot.manager.pid == 77;
+                prop_assert!(!finished || (versioned && length >= TELEMETRY_BYTES));
+                prop_assert!(locked || snapshot.manager.state == LifeState::Dead);
+                prop_assert!(serde_json::to_string(&snapshot).is_ok());
+            }
+            Err(error) => prop_assert!(!error.to_string().contains(char::is_control)),
+        }
+        prop_assert!(started.elapsed() < Duration::from_secs(30));
     }
 }
 

@@ -8,7 +8,7 @@ use crate::ids::{EngineId, OperationId};
 use crate::record::RequestKind;
 use crate::telemetry::{
     DeviceRow, LeaseRow, Metric, NamespaceRow, OperationRow, OperationStage, SessionRow,
-    SessionState, SsdEngine, SsdHealth, printable, text_bytes,
+    SessionState, SsdEngine, SsdHealth, printable_line, text_bytes,
 };
 
 /// Shown for a number that no Manager writes.
@@ -254,7 +254,7 @@ impl LeaseView {
 impl DeviceView {
     pub(super) fn of(row: &DeviceRow) -> Self {
         Self {
-            path: printable(&text_bytes(&row.path)),
+            path: printable_line(&text_bytes(&row.path)),
             capacity_bytes: row.capacity_bytes,
             used_bytes: row.used_bytes,
             slots: row.slots,
@@ -272,7 +272,7 @@ impl DeviceView {
 impl PagesView {
     /// A row for each tier that holds pages of the namespace.
     pub(super) fn of(row: &NamespaceRow) -> impl Iterator<Item = Self> + use<> {
-        let namespace = printable(&text_bytes(&row.name));
+        let namespace = printable_line(&text_bytes(&row.name));
         [("dram", row.dram_pages, row.dram_bytes), ("ssd", row.ssd_pages, row.ssd_bytes)]
             .into_iter()
             .filter(|&(_, count, _)| count != 0)

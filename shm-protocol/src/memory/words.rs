@@ -73,6 +73,12 @@ impl Words {
         unsafe { AtomicU32::from_ptr(word) }
     }
 
+    /// The ordering to access a word with; only models change it.
+    #[inline(always)]
+    pub(super) fn ordering(&self, _at: At, asked: Ordering) -> Ordering {
+        asked
+    }
+
     /// Where a byte is, computed once for an access that is made often.
     ///
     /// # Safety

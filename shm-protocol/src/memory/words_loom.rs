@@ -1,11 +1,11 @@
-//! The loom twin of the words: one loom atomic for each word, and fences that a model can omit to
-//! show that they are needed.
+//! The loom twin of the words: one loom atomic for each word, and fences and orderings that a model
+//! can leave out to show that they are needed.
 
 #![allow(unsafe_code, reason = "keeps the signatures of the real words")]
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU8;
+use std::sync::atomic::{AtomicU8, AtomicU64 as PlainU64};
 
 use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use loom::sync::{Condvar, Mutex};
@@ -19,6 +19,10 @@ pub(super) struct Words {
 struct Cells {
     words64: Vec<AtomicU64>,
     words32: Vec<AtomicU32>,
+    /// Words whose acquire loads and release stores are relaxed: bit `offset / 8`. Not part of a
+    /// model, so a plain atomic.
+    relaxed_loads: PlainU64,
+    relaxed_stores: PlainU64,
     /// What the kernel's futex queue is: the word is compared and the waiter queued under it.
     queue: Mutex<()>,
     woken: Condvar,
@@ -30,6 +34,8 @@ impl Words {
         let cells = Cells {
             words64: (0..bytes / 8).map(|_| AtomicU64::new(0)).collect(),
             words32: (0..bytes / 4).map(|_| AtomicU32::new(0)).collect(),
+            relaxed_loads: PlainU64::new(0),
+            relaxed_stores: PlainU64::new(0),
             queue: Mutex::new(()),
             woken: Condvar::new(),
         };
@@ -38,6 +44,29 @@ impl Words {
 
     pub(super) fn mapped(_base: NonNull<u8>) -> Self {
         unreachable!("a model shares memory between threads only");
+    }
+
+    /// The ordering to access a word with: what is asked for, unless [`relax`](Self::relax) said
+    /// otherwise.
+    pub(super) fn ordering(&self, at: At, asked: Ordering) -> Ordering {
+        let relaxed = match asked {
+            Ordering::Acquire => &self.cells.relaxed_loads,
+            Ordering::Release => &self.cells.relaxed_stores,
+            other => return other,
+        };
+        let bits = relaxed.load(std::sync::atomic::Ordering::Relaxed);
+        let is_relaxed = at.0 / 8 < 64 && bits >> (at.0 / 8) & 1 == 1;
+        if is_relaxed { Ordering::Relaxed } else { asked }
+    }
+
+    /// Makes one end of the pair of accesses to a word relaxed from now on.
+    pub(super) fn relax(&self, offset: usize, end: RelaxedEnd) {
+        assert!(offset / 8 < 64, "models relax words near the start");
+        let relaxed = match end {
+            RelaxedEnd::Loads => &self.cells.relaxed_loads,
+            RelaxedEnd::Stores => &self.cells.relaxed_stores,
+        };
+        relaxed.fetch_or(1 << (offset / 8), std::sync::atomic::Ordering::Relaxed);
     }
 
     pub(super) unsafe fn address(&self, _offset: usize) -> *mut u8 {
@@ -86,6 +115,15 @@ pub struct At(usize);
 
 impl At {
     pub(super) fn prefetch(self) {}
+}
+
+/// Which end of an acquire and release pair a model leaves out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RelaxedEnd {
+    /// Acquire loads become relaxed.
+    Loads,
+    /// Release stores become relaxed.
+    Stores,
 }
 
 /// Which of the two ends of `wake-fence` a fence is.

@@ -7,7 +7,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use bytemuck::{Pod, Zeroable};
 
-use super::row::{printable, text_bytes, text_words};
+use super::row::{printable_line, text_bytes, text_words};
 use super::{
     Group, HEARTBEAT_OFFSET, LAYOUT_FINGERPRINT, LINE, ManagerState, STATE_OFFSET, TELEMETRY_ABI,
     TELEMETRY_BYTES, TELEMETRY_MAGIC,
@@ -81,7 +81,7 @@ impl SegmentWriter {
         writer.write_header(identity, 0);
         writer.set_state(ManagerState::Starting);
         writer.beat(identity.started_ns);
-        // telemetry.valid
+        // `telemetry.valid`
         writer.memory.word_writer::<u64>(offset_of!(Header, abi)).store_release(TELEMETRY_ABI);
         writer
     }
@@ -124,11 +124,11 @@ impl SegmentWriter {
     pub fn update(&self, group: Group, change: impl FnOnce(&GroupStores<'_>)) {
         let sequence = self.memory.word_writer::<u64>(group.offset);
         let before = self.memory.read::<u64>(group.offset) & !1;
-        // telemetry.begin
+        // `telemetry.begin`
         sequence.store_relaxed(before + 1);
         fence(Ordering::Release);
         change(&GroupStores { memory: &self.memory, group });
-        // telemetry.end
+        // `telemetry.end`
         sequence.store_release(before.wrapping_add(2));
     }
 
@@ -243,12 +243,12 @@ impl SegmentReader {
         if bytes < needed {
             return Err(SegmentFault::TooShort { bytes, needed });
         }
-        // telemetry.valid
+        // `telemetry.valid`
         let abi = memory.word_reader::<u64>(offset_of!(Header, abi)).load_acquire();
         let header = memory.read::<Header>(0);
         check_start(header.magic, abi)?;
         if header.fingerprint != LAYOUT_FINGERPRINT || header.bytes != needed {
-            let version = printable(&text_bytes(&header.version));
+            let version = printable_line(&text_bytes(&header.version));
             return Err(SegmentFault::OtherLayout { version });
         }
         Ok(Self { memory })
@@ -263,7 +263,7 @@ impl SegmentReader {
             pid: header.pid as u32,
             uid: header.uid as u32,
             started_ns: header.started_ns,
-            version: printable(&text_bytes(&header.version)),
+            version: printable_line(&text_bytes(&header.version)),
             socket: std::ffi::OsStr::from_bytes(&socket).into(),
         }
     }
@@ -284,12 +284,12 @@ impl SegmentReader {
         let sequence = self.memory.word_reader::<u64>(group.offset);
         let mut words = vec![0; group.words];
         loop {
-            // telemetry.end
+            // `telemetry.end`
             let before = sequence.load_acquire();
             for (i, word) in words.iter_mut().enumerate() {
                 *word = self.memory.read(group.offset + LINE + i * 8);
             }
-            // telemetry.begin
+            // `telemetry.begin`
             fence(Ordering::Acquire);
             let torn = before & 1 != 0 || sequence.load_relaxed() != before;
             if !torn || !patience() {

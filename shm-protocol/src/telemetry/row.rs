@@ -142,6 +142,11 @@ pub fn printable(bytes: &[u8]) -> String {
         .collect()
 }
 
+/// [`printable`] on one line: line feeds and tabs are replaced too.
+pub fn printable_line(bytes: &[u8]) -> String {
+    printable(bytes).replace(['\n', '\t'], "\u{fffd}")
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

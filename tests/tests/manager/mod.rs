@@ -16,8 +16,8 @@ use orbitkv_shm_protocol::bootstrap::message::{ClientMessage, ManagerMessage, We
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
 use orbitkv_shm_protocol::ids::{Epoch, OperationId, SessionId};
 use orbitkv_shm_protocol::layout::{
-    COMPLETION_HEAD, COMPLETION_TAIL, Geometry, LAYOUT_FINGERPRINT, MANAGER_DOORBELL, REQUEST_TAIL,
-    RING_OFFSET,
+    COMPLETION_HEAD, COMPLETION_TAIL, Geometry, LAYOUT_FINGERPRINT, MANAGER_DOORBELL,
+    MANAGER_SLEEP_GENERATION, REQUEST_TAIL, RING_OFFSET,
 };
 use orbitkv_shm_protocol::record::{Request, RequestRecord};
 use orbitkv_shm_protocol::segment::{self, EngineSide, Expected};
@@ -314,6 +314,29 @@ impl Raw {
     /// Another handle to the segment that it writes.
     pub(crate) fn submission_copy(&self) -> File {
         self.submission.try_clone().unwrap()
+    }
+
+    /// Another handle to the segment that it may only read.
+    pub(crate) fn completion_copy(&self) -> File {
+        self.completion.try_clone().unwrap()
+    }
+
+    /// Waits until the Manager's reactor sleeps.
+    pub(crate) fn must_find_the_manager_asleep(&self) {
+        let started = Instant::now();
+        while self.peek(MANAGER_SLEEP_GENERATION) as u32 & 1 == 0 {
+            assert!(started.elapsed() < PATIENCE, "the Manager never sleeps");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Publishes records as a client that ends before it can wake the Manager.
+    pub(crate) fn publish_silently(&mut self, records: &[RequestRecord]) {
+        for record in records {
+            self.put(self.position, record);
+            self.position += 1;
+        }
+        self.poke(REQUEST_TAIL, &self.position.to_le_bytes());
     }
 
     /// Waits until the Manager has closed the session or taken everything.

@@ -135,7 +135,12 @@ pub(crate) struct Traffic {
 
 impl Traffic {
     pub(crate) fn start(path: &Path) -> Self {
-        let mut victim = Victim::attach(path, "traffic");
+        Self::of(path, "traffic")
+    }
+
+    /// Over pages of `model`, which nobody else saves.
+    pub(crate) fn of(path: &Path, model: &str) -> Self {
+        let mut victim = Victim::attach(path, model);
         let (ended, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stop, count) = (Arc::clone(&ended), Arc::clone(&rounds));
         let thread = std::thread::spawn(move || {

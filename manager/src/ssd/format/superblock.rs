@@ -379,6 +379,8 @@ impl SuperblockHead {
             .all(|bytes| bytes.is_multiple_of(block));
         aligned
             && region_bytes >= RegionGeometry::REGION_BYTES_MIN
+            // So that no place in the file overflows.
+            && region_bytes <= RegionGeometry::region_bytes_for(u32::MAX)
             && self.table_reserved >= table_reserved_for(0)
             && self.table_reserved <= table_reserved_for(REGIONS_MAX)
             && data_offset >= data_offset_for(self.table_reserved)
@@ -562,7 +564,78 @@ mod tests {
         }
     }
 
+    /// A number that a head may hold: often one that is nearly right.
+    fn numbers() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            any::<u64>(),
+            (0_u32..64, -1_i64..2).prop_map(|(bit, by)| (1_u64 << bit).wrapping_add_signed(by)),
+            (0_u64..1 << 40).prop_map(|blocks| blocks << 12),
+            0_u64..40,
+        ]
+    }
+
     proptest! {
+        /// Goal: a checksum is no proof of sense. Whatever numbers lie under good checksums, they
+        /// are refused, or every place that they lead to lies in the file.
+        #[test]
+        fn any_numbers_under_good_checksums_are_refused_or_consistent(
+            changes in proptest::collection::vec((0_usize..12, numbers()), 0..4),
+            noise in proptest::collection::vec((0_usize..512, numbers()), 0..6),
+            counts_regions: bool,
+        ) {
+            const PLACES: [usize; 12] = [
+                FORMAT_AT, SEQUENCE_AT, CAPACITY_AT, REGION_BYTES_AT, DATA_OFFSET_AT,
+                TABLE_RESERVED_AT, GENERATION_AT, FLOOR_AT, REGIONS_AT, FORGOTTEN_AT, RETIRED_AT,
+                CAPACITY_AT,
+            ];
+            let mut table = Vec::new();
+            let mut head = example().encode(&mut table);
+            for (place, number) in changes {
+                match PLACES[place] {
+                    at @ (FORMAT_AT | REGIONS_AT | FORGOTTEN_AT | RETIRED_AT) => {
+                        put_u32(&mut head.0, at, number as u32);
+                    }
+                    at => put_u64(&mut head.0, at, number),
+                }
+            }
+            let region_bytes = get_u64(&head.0, REGION_BYTES_AT);
+            if counts_regions && region_bytes > 0 {
+                let capacity_bytes = get_u64(&head.0, CAPACITY_AT);
+                let data_offset = get_u64(&head.0, DATA_OFFSET_AT);
+                let geometry = RegionGeometry { data_offset, capacity_bytes, region_bytes };
+                put_u32(&mut head.0, REGIONS_AT, geometry.regions());
+            }
+            seal(&mut head);
+            let Ok(decoded) = SuperblockHead::decode(&head) else { return Ok(()) };
+            prop_assert!(decoded.table_offset() + decoded.table_reserved
+                <= decoded.geometry.data_offset);
+            table.resize(decoded.table_blocks(), Block::ZERO);
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut table);
+            for (word, number) in noise {
+                put_u64(bytes, word * 8 % (bytes.len() - 7), number);
+            }
+            put_u64(&mut head.0, TABLE_CHECKSUM_AT, checksum(bytes));
+            seal(&mut head);
+            let Ok(mut state) = read(&head, &table) else { return Ok(()) };
+            let geometry = state.geometry;
+            prop_assert_eq!(state.regions.len(), geometry.regions() as usize);
+            for (region, slot_bytes) in (0..).zip(&state.regions) {
+                let slots = geometry.slots(region, *slot_bytes);
+                if let Some(last) = slots.checked_sub(1) {
+                    let offset = geometry.slot_offset(region, *slot_bytes, last);
+                    prop_assert!(offset + u64::from(*slot_bytes) <= geometry.capacity_bytes);
+                    prop_assert_eq!(geometry.slot_at(offset, *slot_bytes), Some((region, last)));
+                }
+            }
+            prop_assert!(state.capacity_bytes_max() >= geometry.data_offset);
+            prop_assert!(!state.grow(u64::MAX));
+            state.retire(geometry.capacity_bytes);
+            state.forget([1; 32], 5);
+            prop_assert!(state.is_forgotten(&[1; 32], 4));
+            let again = state.encode(&mut table);
+            prop_assert!(SuperblockHead::decode(&again).is_ok());
+        }
+
         #[test]
         fn any_changed_byte_of_head_or_table_is_detected(
             in_table: bool, at in 0_usize..4096, change in 1_u8..,
