@@ -498,6 +498,8 @@ impl Simulation {
             let code = ended.completion.code;
             assert!(!clean || !refused.contains(&code), "{lease} was good: {ended:?}");
             if engine != held.engine.0[0] {
+            let expired = self.world.now >= held.expires && engine == held.engine.0[0];
+            assert!(expired || code != Code::ExpiredLease, "{lease} lives: {ended:?}");
                 let unknown = [Code::UnknownLease, Code::UnknownRegion];
                 assert!(unknown.contains(&code), "a lease of another group: {ended:?}");
             }

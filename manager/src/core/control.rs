@@ -19,10 +19,12 @@ impl Core {
         reference: LeaseId,
         out: &mut Effects,
     ) {
-        let engine = self.sessions.get(ctx.session).map(|session| session.engine);
+        let Some(engine) = self.sessions.get(ctx.session).map(|session| session.engine) else {
+            return;
+        };
         let lease = self.leases.get_mut(reference);
-        let Some(lease) = lease.filter(|lease| lease.group == engine && lease.granted) else {
-            return self.fail(ctx, ended, Code::UnknownLease, out);
+        let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {
+            return self.fail(ctx, ended, self.absent_lease(reference, engine), out);
         };
         if lease.closed {
             let expired = lease.end == LeaseEnd::Expired;
