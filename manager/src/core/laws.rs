@@ -337,6 +337,7 @@ impl Core {
     /// Every operation whose deadline ends it is looked at in time.
     fn check_deadline(&self, job: &Job) {
         let waits = job.stop.is_none() && !job.silent;
+                Stage::Save { waits_for_read, .. } => waits_for_read.into(),
         let ends = !matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
         if waits && ends {
             assert!(self.next_deadline <= job.deadline, "nobody sees the deadline of {job:?}");
@@ -350,7 +351,7 @@ impl Core {
         let queued = job.queued_for_copy || job.queued_for_read;
         let moving = match job.stage {
             Stage::Idle => false,
-            Stage::Save { .. } => job.copies > 0 || queued,
+            Stage::Save { waits_for_read, .. } => job.copies > 0 || queued || waits_for_read,
             Stage::Fill { pending, .. } => pending > 0 || queued,
             Stage::Restore { reading, waits_for_memory, .. } => {
                 job.copies > 0 || reading > 0 || queued || waits_for_memory
