@@ -528,6 +528,11 @@ impl Service {
             }
             Effect::CloseSession { session, fault } => self.cut_off(published_ns, session, &fault),
             Effect::SessionEnded { session } => self.end_session(session),
+            Effect::RestoreFailed { session, operation } => {
+                if let Some(client) = self.client_mut(session) {
+                    client.fail_done_word(operation);
+                }
+            }
             Effect::RegionEnded { session, region } => {
                 let region = self.client_mut(session).and_then(|client| client.end_region(region));
                 if let Some(region) = region {
@@ -587,6 +592,7 @@ impl Service {
         }
         let (segments, regions) = client.into_parts();
         let ended = EndpointReply::SessionEnded { session, segments: Box::new(segments), regions };
+        client.fail_untaken();
         self.reply(ended);
     }
 

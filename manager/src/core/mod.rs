@@ -474,6 +474,9 @@ impl Core {
                 }
                 let ended =
                     Completion { queued_ns, ..Completion::ok(operation, RequestKind::Cancel) };
+            if ended.kind == RequestKind::Restore && ended.status != Status::Ok {
+                out.list.push(Effect::RestoreFailed { session: id, operation });
+            }
                 let ctx =
                     Taken { now, session: id, range: Default::default(), deadline: Nanos::MAX };
                 self.complete(&ctx, ended, out);
