@@ -207,6 +207,10 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     }
     let mut core = Core::new(core_config);
     core.recover(recovered, &mut Effects::default());
+    let (pages, orphans) = (core.stats().recovered_pages, core.stats().recovered_dropped);
+    if pages + orphans > 0 {
+        tracing::info!(pages, orphans, "pages on ssd were taken over");
+    }
     let parts = ServiceParts {
         core,
         device: Box::new(device),
@@ -290,7 +294,6 @@ fn open_storage(
         torn = counts.torn,
         stale = counts.stale,
         empty = counts.empty,
-        orphans = recovery.orphans,
         "ssd slots were read"
     );
     Ok(Some((tier, recovery)))
