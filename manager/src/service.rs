@@ -593,6 +593,8 @@ impl Service {
             self.telemetry.close_session(slot);
         }
         client.fail_untaken();
+        // The answer to what the session was closed for is its last record.
+        client.flush();
         let (segments, regions) = client.into_parts();
         let ended = EndpointReply::SessionEnded { session, segments: Box::new(segments), regions };
         self.reply(ended);
