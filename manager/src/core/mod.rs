@@ -381,6 +381,17 @@ impl Core {
         self.stats.operations[ended.kind as usize][Status::Error as usize] += 1;
         let completion = Completion { status: Status::Error, code, queued_ns: now, ..ended };
         out.list.push(Effect::Complete { session, completion, results: 0..0, results_start: 0 });
+        self.count_bad_request(now, session, out);
+    }
+
+    /// [`refuse_request`](Self::refuse_request) for one whose page entries no correct client writes.
+    fn refuse_entries(&mut self, ctx: &Taken, ended: Completion, out: &mut Effects) {
+        self.stats.bad_requests += 1;
+        self.fail(ctx, ended, Code::BadRequest, out);
+        self.count_bad_request(ctx.now, ctx.session, out);
+    }
+
+    fn count_bad_request(&mut self, now: Nanos, session: SessionId, out: &mut Effects) {
         let Some(found) = self.sessions.get_mut(session) else { return };
         found.bad_requests += 1;
         if found.bad_requests >= self.config.bad_requests_max {

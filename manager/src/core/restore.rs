@@ -48,7 +48,7 @@ impl Core {
             entry.flags == 0 && entry.reserved == 0 && entry.device_page < device_pages
         };
         if !pages.iter().all(well_formed) {
-            return self.fail(ctx, ended, Code::BadRequest, out);
+            return self.refuse_entries(ctx, ended, out);
         }
         let lease = self.leases.get(ask.lease);
         let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {

@@ -38,7 +38,7 @@ impl Core {
         let well_formed = |entry: &PageEntry| entry.flags & !known == 0 && entry.reserved == 0;
         let ends_in_anchor = pages.last().is_some_and(PageEntry::is_anchor);
         if ends_in_anchor || !pages.iter().all(|entry| in_range(entry) && well_formed(entry)) {
-            return self.fail(ctx, ended, Code::BadRequest, out);
+            return self.refuse_entries(ctx, ended, out);
         }
         if fence.is_some() {
             // No session has registered an event pool yet, so no fence is known.
