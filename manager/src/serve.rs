@@ -173,6 +173,9 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         made.telemetry_of(&config.socket.path);
         Ok::<_, ServeError>(telemetry)
     })?;
+    if let Some(gid) = config.socket.allow_gids.first() {
+        telemetry.let_group_read(*gid)?;
+    }
     telemetry.set_config(&config.to_string());
     let pool = allocate_pool(config)?;
     let bell = ControlBell::new();

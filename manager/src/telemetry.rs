@@ -75,7 +75,8 @@ pub struct Telemetry {
     devices: Vec<DeviceRow>,
     sessions: Vec<Option<SessionTables>>,
     scratch: Scratch,
-    _named: NamedSegment,
+    /// Removes the name when it is dropped.
+    named: NamedSegment,
 }
 
 /// Place of a session in the segment; given back with [`Telemetry::close_session`].
@@ -100,6 +101,14 @@ struct Scratch {
 }
 
 impl Telemetry {
+    /// Lets the members of a group read the numbers: those who may attach may also look.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn let_group_read(&self, gid: u32) -> Result<(), TelemetryError> {
+        self.named.let_group_read(gid)
+    }
+
     /// Creates the named segment, in state `starting`. The caller holds the socket's lock: that
     /// makes a segment that is already there a dead Manager's, which is replaced.
     ///
@@ -129,7 +138,7 @@ impl Telemetry {
             devices: Vec::new(),
             sessions: (0..SESSION_ROWS).map(|_| None).collect(),
             scratch: Scratch::default(),
-            _named: named,
+            named,
         };
         telemetry.set_state(ManagerState::Starting);
         telemetry.publish(now_ns());
