@@ -18,7 +18,6 @@ use orbitkv_tests::manager::{Manager, Setup};
 use orbitkv_tests::setup;
 
 const KIB: u64 = 1024;
-const MIB: u64 = 1024 * KIB;
 
 /// Goal: a save that was cancelled has read its pages for the last time when it ends, and left the
 /// old bytes or a miss. Method: the scenario in full, on host memory: 1,000 rounds of 64 pages, each

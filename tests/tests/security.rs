@@ -617,3 +617,48 @@ fn a_session_that_is_cut_off_leaves_no_restore_without_its_done_word() {
     manager.must_have_sessions(0);
     assert_eq!(manager.stop().0, Some(0));
 }
+
+/// Goal: a record without pages is done at once and changes nothing (ENG-17). Method: by hand, since
+/// the client library does not send them.
+#[test]
+fn eng_17_records_without_pages_change_nothing() {
+    let folder = folder();
+    let manager = Manager::start(folder.path(), &[]);
+    let mut raw = Raw::attach(&manager.socket());
+    let ground = Ground::new(&raw, "eng-17");
+    let save = save_of(&raw, &ground, operation(0, 1), PageEntry::page(hash(1), 0));
+    assert_eq!(status(&answer(&mut raw, save)).0, Status::Ok);
+    let query = query_of(&raw, &ground, operation(0, 2), 0, 1);
+    let lease = LeaseId(answer(&mut raw, query).lease);
+    let before = view(&manager, raw.welcome.session).1;
+    let Ground { scope, region, .. } = ground;
+    let restore = |keep| match restore_body(region, lease, 0) {
+        RequestBody::Restore { region, lease, offset, fence, by_layer, .. } => {
+            RequestBody::Restore { region, lease, offset, fence, keep, by_layer }
+        }
+        other => other,
+    };
+    let bodies = [
+        RequestBody::Save { region, fence: None },
+        RequestBody::Query { scope, mode: QueryMode::Demand },
+        RequestBody::Query { scope, mode: QueryMode::Speculative },
+        RequestBody::Query { scope, mode: QueryMode::Candidate },
+        RequestBody::Prepare { scope },
+        restore(true),
+        restore(false),
+    ];
+    for (generation, body) in (3..).zip(bodies) {
+        for start in [0, 1024] {
+            let id = operation(1 + start / 1024, generation);
+            let record = raw.record(&request(id, PageRange { start, len: 0 }, body));
+            let ended = answer(&mut raw, record);
+            assert_eq!(status(&ended), (Status::Ok, Code::None), "{body:?}");
+            assert_eq!((ended.pages, ended.bytes, ended.lease), (0, 0, 0), "{body:?}");
+        }
+    }
+    assert_eq!(view(&manager, raw.welcome.session).1, before, "the lease is as it was");
+    manager.must_count(BAD_REQUESTS, 0);
+    let restore = restore_of(&raw, &ground, lease, operation(0, 3), PageEntry::page(hash(1), 1));
+    assert_eq!(status(&answer(&mut raw, restore)), (Status::Ok, Code::None));
+    assert_eq!(manager.stop().0, Some(0));
+}
