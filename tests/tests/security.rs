@@ -452,6 +452,24 @@ fn sec_03_files_that_are_cut_and_punched_harm_their_owner_only() {
     assert_eq!(manager.stop().0, Some(0));
 }
 
+/// Waits until inspection, which may lag behind, says of a session and the leases what it should.
+fn must_show(
+    manager: &Manager,
+    session: u32,
+    what: &str,
+    is_so: impl Fn(&serde_json::Value, &serde_json::Value) -> bool,
+) -> (serde_json::Value, serde_json::Value) {
+    let started = std::time::Instant::now();
+    loop {
+        let (own, leases) = view(manager, session);
+        if is_so(&own, &leases) {
+            return (own, leases);
+        }
+        assert!(started.elapsed() < PATIENCE, "never so: {what}; now {own} {leases}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// What inspection says of the session with this id, and of the leases.
 fn view(manager: &Manager, session: u32) -> (serde_json::Value, serde_json::Value) {
     let shown = manager.inspect();
@@ -498,7 +516,17 @@ fn sec_09_ids_of_another_engine_do_not_exist() {
     let own = Ground::new(&stranger, "three");
     manager.must_have_sessions(2);
     manager.must_count("orbitkv_operation_running", 1);
-    let before = view(&manager, owner.welcome.session);
+    let session = owner.welcome.session;
+    let before = must_show(&manager, session, "a lease and a drain", |own, leases| {
+        let row = ["outstanding", "completions_consumed", "regions"].map(|name| &own[name]);
+        row == [1, 2, 3] && leases.as_array().unwrap().len() == 1
+    });
+    let must_be_as_before = || {
+        manager.must_count("orbitkv_operation_running", 1);
+        must_show(&manager, session, "as before", |own, leases| {
+            (own, leases) == (&before.0, &before.1)
+        });
+    };
 
     let one = PageRange { start: 0, len: 1 };
     let none = PageRange::default();
@@ -562,10 +590,10 @@ fn sec_09_ids_of_another_engine_do_not_exist() {
     }
     let answer_set = ask(&stranger.socket, &ClientMessage::DefineSet { members: vec![1, 2] });
     assert!(matches!(answer_set, ManagerMessage::Refused { .. }), "{answer_set:?}");
-    assert_eq!(view(&manager, owner.welcome.session), before);
+    must_be_as_before();
     drop(stranger);
     manager.must_have_sessions(1);
-    assert_eq!(view(&manager, owner.welcome.session), before);
+    must_be_as_before();
 
     // The owner's lease and operation work as if nobody had been there.
     let restore = restore_of(&owner, &ground, lease, operation(0, 3), PageEntry::page(hash(1), 1));
@@ -630,7 +658,9 @@ fn eng_17_records_without_pages_change_nothing() {
     assert_eq!(status(&answer(&mut raw, save)).0, Status::Ok);
     let query = query_of(&raw, &ground, operation(0, 2), 0, 1);
     let lease = LeaseId(answer(&mut raw, query).lease);
-    let before = view(&manager, raw.welcome.session).1;
+    let session = raw.welcome.session;
+    let one = |leases: &serde_json::Value| leases.as_array().unwrap().len() == 1;
+    let (_, before) = must_show(&manager, session, "a lease", |_, leases| one(leases));
     let Ground { scope, region, .. } = ground;
     let restore = |keep| match restore_body(region, lease, 0) {
         RequestBody::Restore { region, lease, offset, fence, by_layer, .. } => {
@@ -656,7 +686,7 @@ fn eng_17_records_without_pages_change_nothing() {
             assert_eq!((ended.pages, ended.bytes, ended.lease), (0, 0, 0), "{body:?}");
         }
     }
-    assert_eq!(view(&manager, raw.welcome.session).1, before, "the lease is as it was");
+    must_show(&manager, session, "the lease is as it was", |_, leases| *leases == before);
     manager.must_count(BAD_REQUESTS, 0);
     let restore = restore_of(&raw, &ground, lease, operation(0, 3), PageEntry::page(hash(1), 1));
     assert_eq!(status(&answer(&mut raw, restore)), (Status::Ok, Code::None));
