@@ -177,6 +177,9 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         made.telemetry_of(&config.socket.path);
         Ok::<_, ServeError>(telemetry)
     })?;
+    if let Some(gid) = config.socket.allow_gids.first() {
+        telemetry.let_group_read(*gid)?;
+    }
     telemetry.set_config(&config.to_string());
     let pool = allocate_pool(config)?;
     let bell = ControlBell::new();
@@ -212,6 +215,10 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     }
     let mut core = Core::new(core_config);
     core.recover(recovered, &mut Effects::default());
+    let (pages, orphans) = (core.stats().recovered_pages, core.stats().recovered_dropped);
+    if pages + orphans > 0 {
+        tracing::info!(pages, orphans, "pages on ssd were taken over");
+    }
     let parts = ServiceParts {
         core,
         device: Box::new(device),
@@ -328,7 +335,6 @@ fn open_storage(
         torn = counts.torn,
         stale = counts.stale,
         empty = counts.empty,
-        orphans = recovery.orphans,
         "ssd slots were read"
     );
     Ok(Some((tier, recovery)))

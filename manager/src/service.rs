@@ -22,8 +22,8 @@ use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
 use crate::clock::{Clock, nanos_of};
 use crate::config::WaitMode;
 use crate::core::{
-    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Nanos, SessionView,
-    Ticket,
+    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Eviction, Nanos,
+    SessionView, Ticket,
 };
 use crate::device::{CopyCommand, CopyError, Device, DeviceRegion, DoneWord};
 use crate::endpoint::{
@@ -87,6 +87,8 @@ pub struct ServiceParts {
 struct PendingEviction {
     question: QuestionId,
     deadline: Nanos,
+    /// Once it has begun, with whether the spill set was empty then.
+    running: Option<(Eviction, bool)>,
 }
 
 /// A stop under way.
@@ -215,8 +217,8 @@ impl Service {
             self.tables_stale = true;
         }
         self.core.pump(now, &mut self.effects);
-        progress |= self.execute(now);
-        progress |= self.answer_evictions(now);
+        progress |= self.execute(now) | self.core.has_forgotten_pages();
+        progress |= self.advance_eviction(now);
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
         self.numbers_stale |= progress;
@@ -364,7 +366,7 @@ impl Service {
             }
             EndpointEvent::Evict { question, timeout } => {
                 let deadline = now.saturating_add(nanos_of(timeout));
-                self.evictions.push(PendingEviction { question, deadline });
+                self.evictions.push(PendingEviction { question, deadline, running: None });
             }
             EndpointEvent::Closed { session, cause } => {
                 self.close(now, session, close_reason(cause));
@@ -570,6 +572,11 @@ impl Service {
                     self.core.handle(published_ns, copied, &mut self.effects);
                 }
             }
+            Effect::RestoreFailed { session, operation } => {
+                if let Some(client) = self.client_mut(session) {
+                    client.fail_done_word(operation);
+                }
+            }
             Effect::CloseSession { session, fault } => self.cut_off(published_ns, session, &fault),
             Effect::SessionEnded { session } => self.end_session(session),
             Effect::RegionEnded { session, region } => {
@@ -629,33 +636,41 @@ impl Service {
         if let Some(slot) = client.slot.take() {
             self.telemetry.close_session(slot);
         }
+        client.fail_untaken();
+        // The answer to what the session was closed for is its last record.
+        client.flush();
         let (segments, regions) = client.into_parts();
         let ended = EndpointReply::SessionEnded { session, segments: Box::new(segments), regions };
         self.reply(ended);
     }
 
-    fn answer_evictions(&mut self, now: Nanos) -> bool {
+    /// Goes on with one administrative eviction, a bounded number of pages a turn. True when it did.
+    fn advance_eviction(&mut self, now: Nanos) -> bool {
         if self.evictions.is_empty() {
             return false;
         }
         let drained = self.core.spill_is_drained();
-        let mut waiting = std::mem::take(&mut self.evictions);
-        waiting.retain(|eviction| {
-            if !drained && now < eviction.deadline {
-                return true;
-            }
-            let evicted = self.core.evict_dram(&mut self.effects);
+        let may_run = |pending: &PendingEviction| {
+            pending.running.is_some() || drained || now >= pending.deadline
+        };
+        let Some(at) = self.evictions.iter().position(may_run) else { return false };
+        let pending = &mut self.evictions[at];
+        let begin = || (self.core.begin_eviction(), drained);
+        let (mut eviction, spill_drained) = pending.running.unwrap_or_else(begin);
+        let evicted = self.core.evict_some(&mut eviction, &mut self.effects);
+        pending.running = Some((eviction, spill_drained));
+        if let Some(evicted) = evicted {
+            let PendingEviction { question, .. } = self.evictions.swap_remove(at);
             let answer = Answer::Evicted {
                 pages: evicted.pages,
                 bytes: evicted.bytes,
                 pages_kept: evicted.pages_kept,
-                spill_drained: drained,
+                spill_drained,
             };
-            self.reply(EndpointReply::Answer { question: eviction.question, answer });
-            false
-        });
-        self.evictions = waiting;
-        self.execute(now)
+            self.reply(EndpointReply::Answer { question, answer });
+        }
+        self.execute(now);
+        true
     }
 
     fn begin_stop(&mut self, now: Nanos) {

@@ -85,7 +85,8 @@ pub struct Telemetry {
     namespaces: Vec<NamespaceRow>,
     sessions: Vec<Option<SessionTables>>,
     scratch: Scratch,
-    _named: NamedSegment,
+    /// Removes the name when it is dropped.
+    named: NamedSegment,
 }
 
 /// Place of a session in the segment; given back with [`Telemetry::close_session`].
@@ -110,6 +111,14 @@ struct Scratch {
 }
 
 impl Telemetry {
+    /// Lets the members of a group read the numbers: those who may attach may also look.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn let_group_read(&self, gid: u32) -> Result<(), TelemetryError> {
+        self.named.let_group_read(gid)
+    }
+
     /// Creates the named segment, in state `starting`. The caller holds the socket's lock: that
     /// makes a segment that is already there a dead Manager's, which is replaced.
     ///
@@ -144,7 +153,7 @@ impl Telemetry {
             namespaces: Vec::new(),
             sessions: (0..SESSION_ROWS).map(|_| None).collect(),
             scratch: Scratch::default(),
-            _named: named,
+            named,
         };
         telemetry.set_state(ManagerState::Starting);
         telemetry.publish(now_ns());

@@ -5,7 +5,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 
 use orbitkv_engine::{
-    Connect, EngineId, Epoch, Lease, LeaseId, LeaseParts, PageHash, RestoreOptions, Status,
+    Connect, Deadline, EngineId, Epoch, Lease, LeaseId, LeaseParts, PageHash, QueryMode,
+    RestoreOptions, Status,
 };
 use rustix::process::{Pid, Signal};
 
@@ -65,12 +66,24 @@ impl EngineProcess {
     /// # Panics
     /// When it does not.
     pub fn start(setup: &Setup, identity: &Identity) -> Self {
-        let mut child = Command::new(setup.program())
-            .arg("engine")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        Self::start_under(setup, identity, &[])
+    }
+
+    /// [`start`](Self::start) through a program that runs what follows its own arguments.
+    ///
+    /// # Panics
+    /// When it does not attach.
+    pub fn start_under(setup: &Setup, identity: &Identity, runner: &[&str]) -> Self {
+        let mut command = match runner {
+            [] => Command::new(setup.program()),
+            [program, arguments @ ..] => {
+                let mut command = Command::new(program);
+                command.args(arguments).arg(setup.program());
+                command
+            }
+        };
+        let mut child =
+            command.arg("engine").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (orders, answers) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
         let mut process = Self { child, orders, answers: BufReader::new(answers) };
         let Identity { engine, model, page_bytes, rank, ranks, pages, way } = identity;
@@ -216,6 +229,27 @@ fn follow(engine: &mut Engine, words: &[&str]) -> String {
             }
             engine.client.submit().unwrap();
             staged.to_string()
+        }
+        // What it takes itself for.
+        ["pid"] => std::process::id().to_string(),
+        // Looks the first pages of a sequence up and keeps the lease.
+        ["lease", sequence, pages] => {
+            let hit = engine.query(&sequence_of(sequence, pages), QueryMode::Demand);
+            format!("{:?} {}", hit.status, hit.pages)
+        }
+        // Gives its region back.
+        ["unregister"] => {
+            let unregister = engine.client.unregister(engine.region);
+            unregister.map_or_else(
+                |refused| format!("{refused:?}"),
+                |operation| format!("{:?}", engine.end(operation).status),
+            )
+        }
+        // Says so, and then sleeps until the session owns nothing.
+        ["drain"] => {
+            let drain = engine.client.drain(Deadline::after(2 * PATIENCE)).unwrap();
+            say("waiting");
+            format!("{:?}", engine.end(drain).status)
         }
         // Takes every completion that is outstanding.
         ["collect"] => {

@@ -130,6 +130,7 @@ impl Plan {
         config.reads_in_flight_max = rng.u32(1..9);
         config.writes_in_flight_bytes = unit * rng.u64(1..9);
         config.writes_in_flight_max = rng.u32(1..9);
+        config.pages_dropped_per_turn = if rng.bool() { rng.u32(1..6) } else { 1024 };
         config.spill_policy = if rng.u8(..4) == 0 { SpillPolicy::Reuse } else { SpillPolicy::All };
         Self {
             config,
@@ -497,6 +498,8 @@ impl Simulation {
         if let Some(ended) = self.world.take_ended(id, operation) {
             let code = ended.completion.code;
             assert!(!clean || !refused.contains(&code), "{lease} was good: {ended:?}");
+            let expired = self.world.now >= held.expires && engine == held.engine.0[0];
+            assert!(expired || code != Code::ExpiredLease, "{lease} lives: {ended:?}");
             if engine != held.engine.0[0] {
                 let unknown = [Code::UnknownLease, Code::UnknownRegion];
                 assert!(unknown.contains(&code), "a lease of another group: {ended:?}");
@@ -651,9 +654,13 @@ impl Simulation {
 
     fn settle(&mut self) {
         self.world.pump();
-        while !self.world.work.is_empty() {
-            let at = self.rng.usize(..self.world.work.len());
-            self.world.finish(at, Fate::Good);
+        while !self.world.work.is_empty() || self.world.core.has_forgotten_pages() {
+            if self.world.work.is_empty() {
+                self.world.pump();
+            } else {
+                let at = self.rng.usize(..self.world.work.len());
+                self.world.finish(at, Fate::Good);
+            }
         }
     }
 

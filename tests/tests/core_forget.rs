@@ -1,11 +1,15 @@
 //! Goal: a forgotten namespace is never hit again: not in DRAM, not on SSD, not through work that
 //! was in flight, not after a restart. Method: a forget at each moment of a page's life.
 
-use orbitkv_manager::core::{Direction, IoFault};
+use orbitkv_manager::core::{
+    CoreConfig, Direction, Effects, IoFault, RegionGeometry, SpillOutcome,
+};
 use orbitkv_shm_protocol::ids::OperationId;
 use orbitkv_shm_protocol::record::{Code, PageOutcome, QueryMode, RequestBody, Status};
-use orbitkv_tests::rig::{PAGE, Rig, Seat};
-use orbitkv_tests::world::{Fate, Work, World, chain, is_copy, is_read, is_write, pages, spec};
+use orbitkv_tests::rig::{PAGE, Rig, Seat, generous};
+use orbitkv_tests::world::{
+    Fate, Work, World, chain, device, is_copy, is_read, is_write, pages, spec,
+};
 
 fn forget(rig: &mut Rig) -> OperationId {
     let Seat { session, scope, .. } = rig.seat;
@@ -164,4 +168,105 @@ fn a_save_is_stopped_at_the_page_that_comes_after_the_forget() {
     assert_eq!(ended.completion.code, Code::Forgotten);
     assert_eq!(rig.world.core.gauges().pages, 2);
     rig.assert_at_rest();
+}
+
+/// A rig that drops two pages a turn, with turns only when the test asks for them.
+fn slow_to_drop(devices: &[RegionGeometry]) -> Rig {
+    let config = CoreConfig { pages_dropped_per_turn: 2, ..generous(64 * PAGE) };
+    Rig::new(config, devices, spec("model", PAGE))
+}
+
+/// Goal: millions of forgotten pages hold nobody up, and are unfindable from the first moment.
+/// Method: two pages a turn; between the turns the same pages are saved and found again.
+#[test]
+fn a_large_forget_is_dropped_in_bounded_turns_and_unfindable_at_once() {
+    let mut rig = slow_to_drop(&[]);
+    let (old, branch) = (chain(1, 9), chain(2, 4));
+    rig.stored(&old);
+    rig.stored(&branch);
+    rig.world.pumps = false;
+    let operation = forget(&mut rig);
+    let ended = rig.world.ended(rig.seat.session, operation).completion;
+    assert_eq!((ended.status, ended.pages, ended.bytes), (Status::Ok, 13, 13 * PAGE));
+    assert!(rig.world.core.has_forgotten_pages());
+    assert_eq!((rig.hits_at_once(&old), rig.hits_at_once(&branch)), (0, 0));
+    let count = |rig: &Rig| rig.world.core.page_views().count();
+    for left in [11, 9, 7] {
+        rig.world.pump();
+        assert_eq!(count(&rig), left);
+    }
+    // The next life of the same pages begins beside what is left of the first.
+    rig.world.version = 1;
+    let save = rig.world.save(rig.seat.session, rig.seat.region, &pages(&old[..5]));
+    rig.world.pump();
+    rig.world.settle_only(is_copy(Direction::Save));
+    assert_eq!(rig.world.ended(rig.seat.session, save).completion.pages, 5);
+    assert_eq!(count(&rig), 5 + 5);
+    assert_eq!(rig.hits_at_once(&old), 5);
+    // Forgotten again before the first are gone.
+    let operation = forget(&mut rig);
+    assert_eq!(rig.world.ended(rig.seat.session, operation).completion.pages, 5);
+    assert_eq!(rig.hits_at_once(&old), 0);
+    let mut turns = 0;
+    while rig.world.core.has_forgotten_pages() {
+        rig.world.pump();
+        turns += 1;
+        assert!(turns <= 6, "{} pages are left", count(&rig));
+    }
+    rig.world.pumps = true;
+    rig.world.advance(60_000_000_000);
+    rig.assert_at_rest();
+    assert_eq!((count(&rig), rig.world.core.gauges().pool_used_bytes), (0, 0));
+}
+
+/// Goal: what waits to be dropped never gets to SSD, where a restart would find it under a younger
+/// generation than the forget's. Method: one write in flight, the rest of the chain waits for it.
+#[test]
+fn forgotten_pages_are_not_written_any_more() {
+    let config =
+        CoreConfig { pages_dropped_per_turn: 1, writes_in_flight_max: 1, ..generous(64 * PAGE) };
+    let mut rig = Rig::new(config, &[device(1, 64 * PAGE)], spec("model", PAGE));
+    let old = chain(1, 9);
+    rig.stored(&old);
+    assert_eq!(rig.in_flight(is_write), 1);
+    let operation = forget(&mut rig);
+    while let Some(at) = rig.world.work.iter().position(is_write) {
+        assert!(rig.world.core.has_forgotten_pages());
+        rig.world.finish(at, Fate::Good);
+    }
+    assert_eq!(rig.world.core.stats().ssd_pages_written, 1, "only what was under way");
+    rig.world.settle();
+    assert_eq!(rig.world.ended(rig.seat.session, operation).completion.status, Status::Ok);
+    assert_eq!(rig.world.core.stats().spill[SpillOutcome::Superseded as usize], 8);
+    assert_eq!(rig.world.core.device_usage(0), (0, 0));
+    let mut world = rig.world.crash(|| true);
+    assert_eq!(hits_after_restart(&mut world, &old), 0);
+}
+
+/// Goal: to evict everything looks at a bounded number of pages a turn, and ends although engines
+/// go on saving. Method: a leased chain that stays, a new page after each turn.
+#[test]
+fn an_eviction_of_everything_goes_in_bounded_turns_and_ends() {
+    let mut rig = slow_to_drop(&[]);
+    let held = chain(1, 3);
+    rig.stored(&held);
+    rig.stored(&chain(2, 11));
+    rig.lease(&held);
+    let mut eviction = rig.world.core.begin_eviction();
+    let mut turns = 0;
+    let evicted = loop {
+        let mut out = Effects::default();
+        let before = rig.world.core.page_views().count();
+        let evicted = rig.world.core.evict_some(&mut eviction, &mut out);
+        assert!(out.list.is_empty() && rig.world.core.page_views().count() + 2 >= before);
+        turns += 1;
+        match evicted {
+            Some(evicted) => break evicted,
+            None if turns < 20 => rig.stored(&chain(100 + turns, 1)),
+            None => assert!(turns < 60, "it never ends"),
+        }
+    };
+    assert_eq!((evicted.pages, evicted.bytes), (11, 11 * PAGE));
+    assert_eq!(evicted.pages_kept as usize, rig.resident());
+    assert_eq!((rig.hits(&held), rig.hits(&chain(2, 11)), rig.hits(&chain(101, 1))), (3, 0, 1));
 }

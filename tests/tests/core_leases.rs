@@ -279,3 +279,58 @@ fn churn_leaves_neither_hits_nor_leases_behind() {
     assert_eq!(seen, [0; 20]);
     rig.assert_at_rest();
 }
+
+/// Goal: who names an expired lease is told so, and nobody else learns that it was ever there.
+/// Method: after the tick that ended it, restore and release by its own group, by another and of a
+/// lease that ended otherwise; then its place in the table serves other leases.
+#[test]
+fn an_expired_lease_stays_expired_for_its_own_group() {
+    let mut rig = Rig::dram(16);
+    let held = chain(1, 4);
+    rig.stored(&held);
+    let stranger = rig.sit(2);
+    let released = rig.lease(&held);
+    let lease = rig.lease(&held);
+    rig.release(rig.seat, released);
+    rig.world.advance(31_000 * 1_000_000);
+    rig.assert_at_rest();
+    let told = |rig: &mut Rig, seat: Seat, lease| {
+        let restore = rig.restore(seat, lease, &held, false);
+        let restore = rig.world.ended(seat.session, restore).completion;
+        let release = rig.world.ask(seat.session, RequestBody::Release { lease });
+        let release = rig.world.ended(seat.session, release).completion;
+        assert_eq!((restore.status, release.status), (Status::Error, Status::Error));
+        assert_eq!(restore.code, release.code);
+        restore.code
+    };
+    let mate = rig.sit(1);
+    for _ in 0..3 {
+        assert_eq!(
+            {
+                let seat = rig.seat;
+                told(&mut rig, seat, lease)
+            },
+            Code::ExpiredLease
+        );
+        assert_eq!(told(&mut rig, mate, lease), Code::ExpiredLease);
+        assert_eq!(told(&mut rig, stranger, lease), Code::UnknownLease);
+        assert_eq!(
+            {
+                let seat = rig.seat;
+                told(&mut rig, seat, released)
+            },
+            Code::UnknownLease
+        );
+        assert_eq!(
+            {
+                let seat = rig.seat;
+                told(&mut rig, seat, LeaseId(lease.0 + (1 << 20)))
+            },
+            Code::UnknownLease
+        );
+        // Leases that end in order do not erase the memory of it.
+        let (first, second) = (rig.lease(&held), rig.lease(&held));
+        rig.release(rig.seat, first);
+        rig.release(rig.seat, second);
+    }
+}

@@ -2,13 +2,13 @@
 //! each rule of the protocol broken once, then random requests full of random numbers.
 
 use fastrand::Rng;
-use orbitkv_manager::core::PeerFault;
+use orbitkv_manager::core::{CopyFault, Direction, PeerFault};
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId, RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::record::{
     Code, PageEntry, PageRange, QueryMode, Request, RequestBody, Status,
 };
 use orbitkv_tests::rig::{Rig, Seat};
-use orbitkv_tests::world::{World, chain, pages};
+use orbitkv_tests::world::{Fate, World, chain, is_copy, pages};
 
 fn request(index: u32, generation: u32, body: RequestBody) -> Request {
     let operation = OperationId { index, generation };
@@ -310,4 +310,42 @@ fn unknown_tickets_are_ignored() {
     }
     assert!(out.list.is_empty());
     core.check_laws();
+}
+
+/// Goal: a stream of the engine that waits for a done word passes although nobody hears of the end:
+/// the odd word comes once nothing of the restore runs any more, and never over an even one.
+/// Method: the client goes before, in the middle of and after the copies of its restores.
+#[test]
+fn an_abandoned_restore_gets_its_odd_done_word_after_its_copies() {
+    let mut rig = Rig::ssd(16, 16);
+    let held = chain(1, 4);
+    rig.stored(&held);
+    let (lease, other) = (rig.lease(&held), rig.lease(&held));
+    let whole = rig.restore(rig.seat, lease, &held, true);
+    rig.world.settle_only(is_copy(Direction::Restore));
+    assert_eq!(rig.world.ended(rig.seat.session, whole).completion.status, Status::Ok);
+    let cut = rig.restore(rig.seat, lease, &held, true);
+    let waits = rig.restore(rig.seat, other, &held, true);
+    let copies = rig.in_flight(is_copy(Direction::Restore));
+    assert!(copies >= 2);
+    rig.world.close(rig.seat.session);
+    let words = |rig: &Rig| {
+        let words = &rig.world.client(rig.seat.session).done_words;
+        [cut, waits].map(|operation| {
+            let own = [operation.done_word(), operation.failed_word()];
+            words.get(&operation.index).copied().filter(|word| own.contains(word))
+        })
+    };
+    assert_eq!(words(&rig), [None; 2], "copies run");
+    let first = rig.world.work.iter().position(is_copy(Direction::Restore)).expect("a copy");
+    rig.world.finish(first, Fate::Copy(CopyFault::Peer, 0));
+    assert_eq!(words(&rig), [Some(cut.failed_word()), None]);
+    // The other's copies end well: the device has stored the even word, which stays.
+    while rig.in_flight(is_copy(Direction::Restore)) > 1 {
+        let at = rig.world.work.iter().position(is_copy(Direction::Restore)).expect("a copy");
+        rig.world.finish(at, Fate::Good);
+    }
+    rig.world.settle();
+    assert!(!rig.world.clients.contains_key(&rig.seat.session.0), "closed, drained and ended");
+    rig.assert_at_rest();
 }

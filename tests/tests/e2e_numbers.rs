@@ -175,8 +175,9 @@ fn an_expired_lease_says_so() {
     let lease = engine.query(&pages, QueryMode::Demand).ok().leased();
     manager.counted(Metric::LeasesEnded(LeaseEnd::Expired), 1);
     let late = engine.restore(&lease, 0, &blocks(&pages, 0));
-    let refusals = [Code::ExpiredLease, Code::UnknownLease];
-    assert!(late.status == Status::Error && refusals.contains(&late.code), "{late:?}");
+    assert_eq!((late.status, late.code), (Status::Error, Code::ExpiredLease));
+    let release = engine.release(lease);
+    assert_eq!((release.status, release.code), (Status::Error, Code::ExpiredLease));
     assert!(blocks(&pages, 0).iter().all(|block| engine.is_poison(block)));
     manager.settle_empty();
 }

@@ -210,15 +210,15 @@ fn sec_07_eng_01_eng_03_namespaces_never_share_a_page() {
             let mut engine = Engine::attach(&manager.socket(), spec.clone(), 4);
             assert_eq!(engine.restore_all(&pages), 4, "{name} in {place}");
         }
+        // Never saved under it: nothing of the others is found.
+        let stranger = NamespaceSpec { salt: "3".into(), ..namespace("weights-1", PAGE) };
+        let mut engine = Engine::attach(&manager.socket(), stranger, 4);
+        assert_eq!(engine.restore_all(&pages), 0, "another salt in {place}");
         match place {
             "DRAM" => manager.evict(),
             _ => manager = manager.stop().start(),
         }
     }
-    // Never saved under it: nothing of the others is found.
-    let stranger = NamespaceSpec { salt: "3".into(), ..namespace("weights-1", PAGE) };
-    let mut engine = Engine::attach(&manager.socket(), stranger, 4);
-    assert_eq!(engine.restore_all(&pages), 0);
 }
 
 /// Goal: a layout whose bytes do not add up to the namespace's page is refused by name (ENG-15).

@@ -280,6 +280,7 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("namespaces_max (an epoch)", 4096),
     ("copy_quantum (bytes, at least one page)", 1 << 20),
     ("copies_in_flight (commands a direction)", 4),
+    ("pages_dropped (a turn, for forget and evict)", 1024),
     ("ssd_reads_in_flight (commands)", 128),
     ("ssd_reads_in_flight (bytes, at least one page)", 16 << 20),
     ("ssd_writes_in_flight (commands)", 1024),

@@ -8,6 +8,7 @@ use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
 use super::job::{Job, JobRef, Stage};
 use super::namespace::NamespaceId;
+use super::replacement::{ListKind, Recency};
 use super::stats::{LeaseEnd, SpillOutcome};
 use super::{Core, Taken};
 
@@ -19,10 +20,12 @@ impl Core {
         reference: LeaseId,
         out: &mut Effects,
     ) {
-        let engine = self.sessions.get(ctx.session).map(|session| session.engine);
+        let Some(engine) = self.sessions.get(ctx.session).map(|session| session.engine) else {
+            return;
+        };
         let lease = self.leases.get_mut(reference);
-        let Some(lease) = lease.filter(|lease| lease.group == engine && lease.granted) else {
-            return self.fail(ctx, ended, Code::UnknownLease, out);
+        let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {
+            return self.fail(ctx, ended, self.absent_lease(reference, engine), out);
         };
         if lease.closed {
             let expired = lease.end == LeaseEnd::Expired;
@@ -153,7 +156,7 @@ impl Core {
         for namespace in members {
             let image = u64::from(self.namespaces.get(namespace).image_bytes);
             let fingerprint = self.namespaces.get(namespace).fingerprint;
-            let forgotten = self.forget_namespace(namespace, out);
+            let forgotten = self.forget_namespace(namespace);
             pages += forgotten;
             bytes += forgotten * image;
             if durable {
@@ -173,20 +176,34 @@ impl Core {
         }
     }
 
-    /// Makes every page of a namespace unfindable at once. Returns how many there were.
-    fn forget_namespace(&mut self, namespace: NamespaceId, out: &mut Effects) -> u64 {
-        self.namespaces.get_mut(namespace).forgets += 1;
-        let mut dropped = 0;
-        while let Some(page) = self.namespaces.get(namespace).pages.coldest() {
-            // The deepest page below it goes first.
-            let mut at = page;
-            while let Some(child) = self.pages.first_child(at) {
-                at = child;
+    /// Makes every page of a namespace unfindable at once; they are dropped in the turns that
+    /// follow. Returns how many there were.
+    fn forget_namespace(&mut self, namespace: NamespaceId) -> u64 {
+        let of = self.namespaces.get_mut(namespace);
+        of.forgets = of.forgets.wrapping_add(1);
+        let pages = std::mem::replace(&mut of.pages, Recency::new(ListKind::Namespace));
+        let forgotten = pages.len() as u64;
+        if forgotten > 0 {
+            of.doomed.append(&mut self.pages, pages);
+            if !self.doomed.contains(&namespace) {
+                self.doomed.push(namespace);
             }
-            self.drop_page(at, SpillOutcome::Superseded, out);
-            dropped += 1;
         }
-        dropped
+        forgotten
+    }
+
+    /// Drops a bounded number of forgotten pages, so that millions of them hold nobody up.
+    pub(super) fn drop_forgotten(&mut self, out: &mut Effects) {
+        for _ in 0..self.config.pages_dropped_per_turn {
+            let Some(&namespace) = self.doomed.last() else { return };
+            // The youngest: a page is older than its children.
+            match self.namespaces.get(namespace).doomed.hottest() {
+                Some(page) => self.drop_page(page, SpillOutcome::Superseded, out),
+                None => {
+                    self.doomed.pop();
+                }
+            }
+        }
     }
 
     pub(super) fn forget_recorded(

@@ -83,6 +83,14 @@ pub enum Effect {
         /// First entry of the result table.
         results_start: u32,
     },
+    /// Store the odd done word of a restore whose client hears no more: it did not bring every
+    /// page, and nothing of it runs any more.
+    RestoreFailed {
+        /// Whose; it is closed.
+        session: SessionId,
+        /// Which.
+        operation: OperationId,
+    },
     /// Copy pages between a region and DRAM. Ends with [`super::Event::Copied`].
     Copy {
         /// Names the work.

@@ -518,6 +518,7 @@ impl Core {
             Stage::Restore { .. } => {
                 self.restore_page_arrived(now, reference, position, fault, out)
             }
+            Stage::Save { .. } => self.saved_page_was_read(now, reference, out),
             _ => {}
         }
     }

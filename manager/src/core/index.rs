@@ -20,6 +20,9 @@ const NIL: u32 = u32::MAX;
 pub(super) struct Page {
     pub(super) hash: PageHash,
     pub(super) namespace: NamespaceId,
+    /// How often its namespace had been forgotten when the page was made: no lookup finds a page of
+    /// an earlier count.
+    pub(super) era: u32,
     parent: u32,
     first_child: u32,
     next_sibling: u32,
@@ -100,10 +103,11 @@ impl PageSlab {
         self[id].live
     }
 
-    fn insert(&mut self, namespace: NamespaceId, hash: PageHash) -> PageId {
+    fn insert(&mut self, namespace: NamespaceId, era: u32, hash: PageHash) -> PageId {
         let page = Page {
             hash,
             namespace,
+            era,
             parent: NIL,
             first_child: NIL,
             next_sibling: NIL,
@@ -232,7 +236,7 @@ impl PageSlab {
     }
 }
 
-/// Finds pages by namespace and hash.
+/// Finds pages by namespace, era and hash.
 #[derive(Debug)]
 pub(super) struct Index {
     table: HashTable<u32>,
@@ -271,12 +275,13 @@ impl Index {
         &self,
         pages: &PageSlab,
         namespace: NamespaceId,
+        era: u32,
         hash: &PageHash,
     ) -> Option<PageId> {
         let key = Self::hash(self.seed, namespace, hash);
         let matches = |&id: &u32| {
             let page = &pages[PageId(id)];
-            page.hash == *hash && page.namespace == namespace
+            page.hash == *hash && page.namespace == namespace && page.era == era
         };
         self.table.find(key, matches).map(|&id| PageId(id))
     }
@@ -286,10 +291,11 @@ impl Index {
         &mut self,
         pages: &mut PageSlab,
         namespace: NamespaceId,
+        era: u32,
         hash: PageHash,
     ) -> PageId {
-        debug_assert!(self.find(pages, namespace, &hash).is_none());
-        let id = pages.insert(namespace, hash);
+        debug_assert!(self.find(pages, namespace, era, &hash).is_none());
+        let id = pages.insert(namespace, era, hash);
         let seed = self.seed;
         self.table.insert_unique(Self::hash(seed, namespace, &hash), id.0, |&other| {
             let page = &pages[PageId(other)];

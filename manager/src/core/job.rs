@@ -80,6 +80,8 @@ pub(super) enum Stage {
         fence: Option<u32>,
         next_issue: u32,
         next_commit: u32,
+        /// Of the next page to commit another image is being read.
+        waits_for_read: bool,
     },
     /// A demand query that waits for budget.
     Wait { scope: ScopeId },

@@ -8,7 +8,7 @@
 //! budgets are the sum of the leases; credits, ranges and regions are what operations hold; each
 //! page offered to SSD has one outcome or is still on its way.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use orbitkv_shm_protocol::ids::PageHash;
 use orbitkv_shm_protocol::record::PageOutcome;
@@ -36,6 +36,7 @@ pub struct PageView {
     pub resident: Option<Extent>,
     pub slot: Option<Slot>,
     pub pins: u32,
+    /// A lookup finds it.
     pub indexed: bool,
     pub unwritten: bool,
 }
@@ -54,7 +55,7 @@ impl Core {
                 resident: page.extent.filter(|_| page.is_resident()),
                 slot: page.slot,
                 pins: page.pins,
-                indexed: page.indexed,
+                indexed: page.indexed && !self.is_doomed(id),
                 unwritten: self.spill.contains(&self.pages, id),
             }
         })
@@ -164,11 +165,21 @@ impl Core {
             classes.insert(bytes, order(class.walk(&self.pages)));
         }
         let mut in_namespaces = 0;
-        for (namespace, pages) in self.namespaces.lists() {
-            for page in pages.walk(&self.pages) {
-                in_namespaces += 1;
-                assert!(self.pages[page].indexed && self.pages[page].namespace == namespace);
+        for (number, namespace) in self.namespaces.numbered() {
+            for (list, doomed) in [(&namespace.pages, false), (&namespace.doomed, true)] {
+                let mut older = HashSet::new();
+                for id in list.walk(&self.pages) {
+                    in_namespaces += 1;
+                    let page = &self.pages[id];
+                    assert!(page.indexed && page.namespace == number, "in a list: {page:?}");
+                    assert_eq!(self.is_doomed(id), doomed, "found, or forgotten: {page:?}");
+                    let parent = self.pages.parent(id);
+                    assert!(parent.is_none_or(|above| older.contains(&above)), "{page:?}");
+                    older.insert(id);
+                }
             }
+            let waits = self.doomed.contains(&number);
+            assert!(waits || namespace.doomed.is_empty(), "nobody drops {}", namespace.label);
         }
         let (mut indexed, mut spill_bytes, mut pinned, mut draining) = (0, 0, 0, 0);
         let (mut in_dram, mut in_class, mut in_spill) = (0, 0, 0);
@@ -192,7 +203,8 @@ impl Core {
             draining += if page.indexed { 0 } else { bytes };
             assert!(page.indexed || page.pins > 0 || page.io > 0, "held by nothing: {page:?}");
             if page.indexed {
-                assert_eq!(self.find(page.namespace, &page.hash), Some(id), "unfindable: {page:?}");
+                let found = self.find(page.namespace, &page.hash);
+                assert_eq!(found == Some(id), !self.is_doomed(id), "wrongly found: {page:?}");
                 self.check_hotter(id, &dram, "DRAM");
                 if let Some(class) = class {
                     self.check_hotter(id, class, "slot");
@@ -244,8 +256,7 @@ impl Core {
         }
         let all = counts.values().fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1));
         assert_eq!((self.dram_pages, self.ssd_pages), all, "pages of all namespaces");
-        for (namespace, _) in self.namespaces.lists() {
-            let of = self.namespaces.get(namespace);
+        for (namespace, of) in self.namespaces.numbered() {
             let counted = counts.get(&namespace).copied().unwrap_or_default();
             assert_eq!((of.dram_pages, of.ssd_pages), counted, "pages of {}", of.label);
         }
@@ -328,6 +339,7 @@ impl Core {
             let counted = match job.stage {
                 Stage::Fill { pending, .. } => pending,
                 Stage::Restore { reading, .. } => reading,
+                Stage::Save { waits_for_read, .. } => waits_for_read.into(),
                 _ => 0,
             };
             let waits = waits.get(&reference).copied().unwrap_or(0);
@@ -352,7 +364,7 @@ impl Core {
         let queued = job.queued_for_copy || job.queued_for_read;
         let moving = match job.stage {
             Stage::Idle => false,
-            Stage::Save { .. } => job.copies > 0 || queued,
+            Stage::Save { waits_for_read, .. } => job.copies > 0 || queued || waits_for_read,
             Stage::Fill { pending, .. } => pending > 0 || queued,
             Stage::Restore { reading, waits_for_memory, .. } => {
                 job.copies > 0 || reading > 0 || queued || waits_for_memory

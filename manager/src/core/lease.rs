@@ -54,6 +54,8 @@ pub(super) struct Lease {
     pub(super) end: LeaseEnd,
     /// Its query has been answered. Until then only the query may end it.
     pub(super) granted: bool,
+    /// Serial and group of the last lease in this place that expired, to tell who still names it.
+    expired: Option<(u64, EngineId)>,
     older: u32,
     newer: u32,
 }
@@ -132,6 +134,13 @@ impl Leases {
         self.slot(id).map(|index| &self.table[index])
     }
 
+    /// Whether a lease of this group expired, as far as is still known: its place in the table
+    /// remembers the last one. Others learn nothing.
+    pub(super) fn has_expired(&self, id: LeaseId, group: EngineId) -> bool {
+        let index = (id.0 & ((1 << INDEX_BITS) - 1)) as usize;
+        self.table.get(index).is_some_and(|l| l.expired == Some((id.0 >> INDEX_BITS, group)))
+    }
+
     pub(super) fn get_mut(&mut self, id: LeaseId) -> Option<&mut Lease> {
         self.slot(id).map(|index| &mut self.table[index])
     }
@@ -179,6 +188,9 @@ impl Leases {
         let Some(index) = self.slot(id) else { return };
         self.stop_clock(id);
         let lease = &mut self.table[index];
+        if lease.granted && lease.end == LeaseEnd::Expired {
+            lease.expired = lease.group.map(|group| (lease.serial, group));
+        }
         lease.serial = 0;
         lease.group = None;
         lease.session = None;

@@ -19,7 +19,14 @@ const CLEAN_PROBES_MAX: usize = 64;
 
 impl Core {
     pub(super) fn find(&self, namespace: NamespaceId, hash: &PageHash) -> Option<PageId> {
-        self.index.find(&self.pages, namespace, hash)
+        let era = self.namespaces.get(namespace).forgets;
+        self.index.find(&self.pages, namespace, era, hash)
+    }
+
+    /// Whether a page was forgotten and only waits to be dropped.
+    pub(super) fn is_doomed(&self, page: PageId) -> bool {
+        let found = &self.pages[page];
+        found.era != self.namespaces.get(found.namespace).forgets
     }
 
     /// Adds a page without replicas under `parent`.
@@ -29,7 +36,8 @@ impl Core {
         hash: PageHash,
         parent: Option<PageId>,
     ) -> PageId {
-        let page = self.index.insert(&mut self.pages, namespace, hash);
+        let era = self.namespaces.get(namespace).forgets;
+        let page = self.index.insert(&mut self.pages, namespace, era, hash);
         if let Some(parent) = parent {
             self.pages.adopt(parent, page);
         }
@@ -304,7 +312,11 @@ impl Core {
         let (namespace, hash) = (self.pages[page].namespace, self.pages[page].hash);
         self.index.remove(&mut self.pages, page);
         self.pages.orphan(page);
-        self.namespaces.get_mut(namespace).pages.remove(&mut self.pages, page);
+        let doomed = self.is_doomed(page);
+        let of = self.namespaces.get_mut(namespace);
+        let list = if doomed { &mut of.doomed } else { &mut of.pages };
+        list.remove(&mut self.pages, page);
+        let unwritten = if doomed { SpillOutcome::Superseded } else { unwritten };
         self.dram.remove(&mut self.pages, page);
         self.leave_class(page);
         if self.leave_spill(page) {

@@ -50,7 +50,7 @@ use flow::Flow;
 use index::{Index, PageSlab};
 use job::{JobRef, Jobs};
 use lease::Leases;
-use namespace::Namespaces;
+use namespace::{NamespaceId, Namespaces};
 use replacement::{ListKind, Recency};
 use session::{Session, Sessions};
 use slots::Slots;
@@ -67,7 +67,7 @@ pub use registration::CoreRefusal;
 pub use slots::{DeviceLayout, slot_bytes};
 pub use spill::SpillPolicy;
 pub use stats::{Gauges, LeaseEnd, PrepareOutcome, SpillOutcome, Stats};
-pub use view::{Evicted, LeaseView, NamespaceView, OperationView, SessionView};
+pub use view::{Evicted, Eviction, LeaseView, NamespaceView, OperationView, SessionView};
 
 /// Everything that `core` is told once.
 #[derive(Clone, Debug)]
@@ -116,6 +116,8 @@ pub struct CoreConfig {
     pub scopes_per_session_max: usize,
     /// Most regions of one session at a time.
     pub regions_per_session_max: usize,
+    /// Most pages that one turn drops for a forget, or looks at for an eviction of everything.
+    pub pages_dropped_per_turn: u32,
     /// Emit [`Effect::Dropped`].
     pub report_drops: bool,
 }
@@ -146,6 +148,7 @@ impl CoreConfig {
             namespaces_max: 4096,
             scopes_per_session_max: 1024,
             regions_per_session_max: 256,
+            pages_dropped_per_turn: 1024,
             report_drops: false,
         }
     }
@@ -182,6 +185,8 @@ pub struct Core {
     reclaim_after: u64,
     /// Numbers the allocations whose own pages must not be evicted for them.
     guard: u64,
+    /// Namespaces with forgotten pages that wait to be dropped.
+    doomed: Vec<NamespaceId>,
     /// Sessions whose last lease ended through somebody else: their drains may end.
     rested: Vec<SessionId>,
     /// Earliest deadline of any job; may be too early, never too late.
@@ -220,6 +225,7 @@ impl Core {
             touches: 0,
             reclaim_after: 0,
             guard: 0,
+            doomed: Vec::new(),
             rested: Vec::new(),
             next_deadline: Nanos::MAX,
             found: query::Found::default(),
@@ -261,10 +267,16 @@ impl Core {
 
     /// Orders as many copies, reads and writes as may be in flight.
     pub fn pump(&mut self, now: Nanos, out: &mut Effects) {
+        self.drop_forgotten(out);
         self.pump_reads(now, out);
         self.pump_copies(now, out);
         self.pump_writes(out);
         self.end_drains(now, out);
+    }
+
+    /// Whether forgotten pages wait for another [`pump`](Self::pump) to be dropped.
+    pub fn has_forgotten_pages(&self) -> bool {
+        !self.doomed.is_empty()
     }
 
     fn request(
@@ -375,6 +387,17 @@ impl Core {
         self.stats.operations[ended.kind as usize][Status::Error as usize] += 1;
         let completion = Completion { status: Status::Error, code, queued_ns: now, ..ended };
         out.list.push(Effect::Complete { session, completion, results: 0..0, results_start: 0 });
+        self.count_bad_request(now, session, out);
+    }
+
+    /// [`refuse_request`](Self::refuse_request) for one whose page entries no correct client writes.
+    fn refuse_entries(&mut self, ctx: &Taken, ended: Completion, out: &mut Effects) {
+        self.stats.bad_requests += 1;
+        self.fail(ctx, ended, Code::BadRequest, out);
+        self.count_bad_request(ctx.now, ctx.session, out);
+    }
+
+    fn count_bad_request(&mut self, now: Nanos, session: SessionId, out: &mut Effects) {
         let Some(found) = self.sessions.get_mut(session) else { return };
         found.bad_requests += 1;
         if found.bad_requests >= self.config.bad_requests_max {
@@ -468,6 +491,9 @@ impl Core {
         session.give_range(range);
         session.credits[operation.index as usize].job = None;
         if abandoned {
+            if ended.kind == RequestKind::Restore && ended.status != Status::Ok {
+                out.list.push(Effect::RestoreFailed { session: id, operation });
+            }
             self.stats.operations_abandoned += 1 + cancels.len() as u64;
             session.outstanding -= cancels.len() as u32;
         } else {

@@ -23,11 +23,14 @@ pub(super) struct Namespace {
     pub(super) image_bytes: u32,
     /// Short text for inspection.
     pub(super) label: String,
-    /// Every indexed page of it.
+    /// Every indexed page of it that can be found: children hotter than their parents.
     pub(super) pages: Recency,
+    /// Indexed pages that were forgotten and wait to be dropped, in the same order.
+    pub(super) doomed: Recency,
     pub(super) dram_pages: u64,
     pub(super) ssd_pages: u64,
-    /// How often it was forgotten. What a save began to copy before that is not committed after.
+    /// How often it was forgotten: the era of its findable pages. What a save began to copy before
+    /// that is not committed after.
     pub(super) forgets: u32,
 }
 
@@ -68,10 +71,10 @@ impl Namespaces {
         self.table.iter()
     }
 
-    /// Every namespace with its list of pages. For checks.
-    pub(super) fn lists(&self) -> impl Iterator<Item = (NamespaceId, &Recency)> {
+    /// Every namespace with its number. For checks.
+    pub(super) fn numbered(&self) -> impl Iterator<Item = (NamespaceId, &Namespace)> {
         let numbered = self.table.iter().enumerate();
-        numbered.map(|(index, namespace)| (NamespaceId(index as u32), &namespace.pages))
+        numbered.map(|(index, namespace)| (NamespaceId(index as u32), namespace))
     }
 
     /// The namespace with this identity, made when it is new.
@@ -97,6 +100,7 @@ impl Namespaces {
             image_bytes,
             label,
             pages: Recency::new(ListKind::Namespace),
+            doomed: Recency::new(ListKind::Namespace),
             dram_pages: 0,
             ssd_pages: 0,
             forgets: 0,

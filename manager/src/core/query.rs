@@ -121,7 +121,7 @@ impl Core {
     ) {
         let skip = usize::from(pages.first().is_some_and(PageEntry::is_anchor));
         if pages[skip..].iter().any(PageEntry::is_anchor) {
-            return self.fail(ctx, ended, Code::BadRequest, out);
+            return self.refuse_entries(ctx, ended, out);
         }
         let Some(found) = self.lookup(ctx.session, scope, &pages[skip..]) else {
             return self.fail(ctx, ended, Code::UnknownScope, out);
@@ -366,7 +366,7 @@ impl Core {
     ) {
         let skip = usize::from(pages.first().is_some_and(PageEntry::is_anchor));
         if pages[skip..].iter().any(PageEntry::is_anchor) {
-            return self.fail(ctx, ended, Code::BadRequest, out);
+            return self.refuse_entries(ctx, ended, out);
         }
         let Some(found) = self.lookup(ctx.session, scope, &pages[skip..]) else {
             return self.fail(ctx, ended, Code::UnknownScope, out);

@@ -68,6 +68,27 @@ impl Recency {
         (self.coldest != NIL).then_some(PageId(self.coldest))
     }
 
+    /// The last to go.
+    pub(super) fn hottest(&self) -> Option<PageId> {
+        (self.hottest != NIL).then_some(PageId(self.hottest))
+    }
+
+    /// Takes over the members of `other`, a list of the same kind, as the hottest.
+    pub(super) fn append(&mut self, pages: &mut PageSlab, other: Self) {
+        debug_assert_eq!(self.kind, other.kind);
+        let k = self.kind as usize;
+        match (self.hottest, other.coldest) {
+            (_, NIL) => return,
+            (NIL, _) => self.coldest = other.coldest,
+            (old, next) => {
+                pages[PageId(old)].links[k].hotter = next;
+                pages[PageId(next)].links[k].colder = old;
+            }
+        }
+        self.hottest = other.hottest;
+        self.len += other.len;
+    }
+
     /// The page after `page`, towards the hot end.
     pub(super) fn hotter(&self, pages: &PageSlab, page: PageId) -> Option<PageId> {
         let next = pages[page].links[self.kind as usize].hotter;

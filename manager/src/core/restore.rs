@@ -1,6 +1,6 @@
 //! Restores: DRAM → device copies of leased pages, SSD pages streamed through a window.
 
-use orbitkv_shm_protocol::ids::{LeaseId, PageHash, RegionId, SessionId};
+use orbitkv_shm_protocol::ids::{EngineId, LeaseId, PageHash, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{Code, Completion, PageEntry, PageOutcome, Tier};
 
 use super::effect::Effects;
@@ -48,11 +48,11 @@ impl Core {
             entry.flags == 0 && entry.reserved == 0 && entry.device_page < device_pages
         };
         if !pages.iter().all(well_formed) {
-            return self.fail(ctx, ended, Code::BadRequest, out);
+            return self.refuse_entries(ctx, ended, out);
         }
         let lease = self.leases.get(ask.lease);
         let Some(lease) = lease.filter(|lease| lease.group == Some(engine) && lease.granted) else {
-            return self.fail(ctx, ended, Code::UnknownLease, out);
+            return self.fail(ctx, ended, self.absent_lease(ask.lease, engine), out);
         };
         let expired = lease.end == LeaseEnd::Expired || lease.expires <= ctx.now;
         if lease.closed || expired {
@@ -79,6 +79,12 @@ impl Core {
             return self.complete(ctx, Completion { prepared_ns: ctx.now, ..ended }, out);
         }
         self.start_restore(ctx, &ended, ask, pages, start);
+    }
+
+    /// Why a lease is not there.
+    pub(super) fn absent_lease(&self, lease: LeaseId, group: EngineId) -> Code {
+        let expired = self.leases.has_expired(lease, group);
+        if expired { Code::ExpiredLease } else { Code::UnknownLease }
     }
 
     fn start_restore(

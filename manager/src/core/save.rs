@@ -1,7 +1,9 @@
 //! Saves: memory first, then the copy, then the commit in chain order.
 //!
 //! A page is in no index before its bytes are complete, so nobody can hit a half-made page; two
-//! saves of one page copy side by side and the second commit finds the first.
+//! saves of one page copy side by side and the second commit finds the first. A page that is just
+//! being read from SSD is not present yet: its read may fail. The save keeps its own image until
+//! the read has ended.
 
 use orbitkv_shm_protocol::bootstrap::message::DependencySpec;
 use orbitkv_shm_protocol::ids::{PageHash, RegionId};
@@ -36,7 +38,7 @@ impl Core {
         let well_formed = |entry: &PageEntry| entry.flags & !known == 0 && entry.reserved == 0;
         let ends_in_anchor = pages.last().is_some_and(PageEntry::is_anchor);
         if ends_in_anchor || !pages.iter().all(|entry| in_range(entry) && well_formed(entry)) {
-            return self.fail(ctx, ended, Code::BadRequest, out);
+            return self.refuse_entries(ctx, ended, out);
         }
         if fence.is_some() {
             // No session has registered an event pool yet, so no fence is known.
@@ -49,8 +51,15 @@ impl Core {
             found.users += 1;
         }
         let forgets = self.namespaces.get(namespace).forgets;
-        let stage =
-            Stage::Save { region, namespace, forgets, fence, next_issue: 0, next_commit: 0 };
+        let stage = Stage::Save {
+            region,
+            namespace,
+            forgets,
+            fence,
+            next_issue: 0,
+            next_commit: 0,
+            waits_for_read: false,
+        };
         let reference = self.open_job(ctx, &ended, stage);
         let mut entries = match self.jobs.get_mut(reference) {
             Some(job) => std::mem::take(&mut job.entries),
@@ -141,11 +150,14 @@ impl Core {
     /// Commits what has been copied, in chain order; ends the save when nothing is left.
     pub(super) fn save_advanced(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
-        let Stage::Save { namespace, forgets, next_commit, .. } = job.stage else { return };
+        let Stage::Save { namespace, forgets, next_commit, waits_for_read, .. } = job.stage else {
+            return;
+        };
         let (copies, stopped, abandoned) = (job.copies, job.stop, job.abandoned);
         let mut entries = std::mem::take(&mut job.entries);
         let forgotten = self.namespaces.get(namespace).forgets != forgets;
         let mut at = next_commit as usize;
+        let mut being_read = None;
         while at < entries.len() {
             match entries[at].state {
                 EntryState::Pending | EntryState::Copying => break,
@@ -153,6 +165,12 @@ impl Core {
                 EntryState::Copied if abandoned => {}
                 EntryState::Copied if forgotten => {
                     entries[at].end(PageOutcome::Refused, Code::Forgotten);
+                }
+                EntryState::Copied if self.is_being_read(namespace, &entries[at].hash) => {
+                    if !waits_for_read {
+                        being_read = self.find(namespace, &entries[at].hash);
+                    }
+                    break;
                 }
                 EntryState::Copied => self.commit(namespace, &mut entries, at),
                 EntryState::Anchor | EntryState::Ended => {}
@@ -163,9 +181,13 @@ impl Core {
         let more = entries[at..].iter().any(|entry| entry.state == EntryState::Pending);
         if let Some(job) = self.jobs.get_mut(reference) {
             job.entries = entries;
-            if let Stage::Save { next_commit, .. } = &mut job.stage {
+            if let Stage::Save { next_commit, waits_for_read, .. } = &mut job.stage {
                 *next_commit = at as u32;
+                *waits_for_read |= being_read.is_some();
             }
+        }
+        if let Some(page) = being_read {
+            self.wait_for_page(page, reference, at as u32);
         }
         if copies == 0 && (all_done || stopped.is_some()) {
             self.finish_save(now, reference, out);
@@ -174,13 +196,27 @@ impl Core {
         }
     }
 
+    fn is_being_read(&self, namespace: NamespaceId, hash: &PageHash) -> bool {
+        self.find(namespace, hash).is_some_and(|page| self.pages[page].reading)
+    }
+
+    /// The read that a save waited for has ended, well or not.
+    pub(super) fn saved_page_was_read(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
+        if let Some(job) = self.jobs.get_mut(reference)
+            && let Stage::Save { waits_for_read, .. } = &mut job.stage
+        {
+            *waits_for_read = false;
+        }
+        self.save_advanced(now, reference, out);
+    }
+
     /// Makes a copied image a page that queries find.
     fn commit(&mut self, namespace: NamespaceId, entries: &mut [Entry], at: usize) {
         let Some(extent) = entries[at].extent.take() else { return };
         let (hash, checksum) = (entries[at].hash, entries[at].checksum);
         let existing = self.find(namespace, &hash);
         let page = match existing {
-            Some(page) if self.pages[page].extent.is_some() => {
+            Some(page) if self.pages[page].is_resident() => {
                 self.free_memory(extent);
                 entries[at].end(PageOutcome::Present, Code::None);
                 entries[at].tier = Tier::Dram;

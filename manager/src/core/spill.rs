@@ -104,7 +104,8 @@ impl Core {
             let page = next?;
             let namespace = self.pages[page].namespace;
             let bytes = slot_bytes(self.namespaces.get(namespace).image_bytes);
-            if full.contains(&bytes) {
+            // What was forgotten is being dropped; a write would outlive the forget's record.
+            if full.contains(&bytes) || self.is_doomed(page) {
                 next = self.spill.hotter(&self.pages, page);
                 continue;
             }

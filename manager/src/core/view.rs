@@ -1,11 +1,12 @@
 //! What inspection sees: plain copies, made once a turn at most.
 
-use orbitkv_shm_protocol::ids::{EngineId, LeaseId, OperationId, RegionId, SessionId};
+use orbitkv_shm_protocol::ids::{EngineId, LeaseId, OperationId, PageHash, RegionId, SessionId};
 use orbitkv_shm_protocol::record::RequestKind;
 
 use super::Core;
 use super::effect::Effects;
 use super::event::Nanos;
+use super::index::PageId;
 use super::job::Stage;
 use super::stats::{Gauges, Stats};
 
@@ -63,6 +64,18 @@ pub struct Evicted {
     pub bytes: u64,
     /// Pages that stay: leased, or touched by a copy, read or write.
     pub pages_kept: u64,
+}
+
+/// An administrative eviction under way.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Eviction {
+    /// Pages that became the hottest after so many touches are not looked at.
+    before: u64,
+    /// Everything up to this page stays.
+    passed: Option<(PageId, PageHash)>,
+    /// Something went since the coldest page was looked at.
+    moved: bool,
+    evicted: Evicted,
 }
 
 impl Core {
@@ -131,32 +144,46 @@ impl Core {
         expiry.into_iter().chain(job).min()
     }
 
-    /// Drops every page from DRAM that nothing holds. Pages that are on SSD stay there.
-    pub fn evict_dram(&mut self, out: &mut Effects) -> Evicted {
-        let mut evicted = Evicted::default();
-        // A parent becomes free to go when its last child went: repeat until nothing moves.
-        loop {
-            let mut moved = false;
-            let mut next = self.dram.coldest();
-            while let Some(page) = next {
-                next = self.dram.hotter(&self.pages, page);
-                let found = &self.pages[page];
-                let leaf = self.pages.first_child(page).is_none();
-                if found.io > 0 || (found.slot.is_none() && !leaf) {
+    /// Begins to drop every page from DRAM that nothing holds. Pages that are on SSD stay there.
+    pub fn begin_eviction(&self) -> Eviction {
+        Eviction { before: self.touches, ..Eviction::default() }
+    }
+
+    /// Looks at a bounded number of pages and drops those that may go. The counts once nothing is
+    /// left to drop. Pages that are saved or used after the begin stay.
+    pub fn evict_some(&mut self, eviction: &mut Eviction, out: &mut Effects) -> Option<Evicted> {
+        for _ in 0..self.config.pages_dropped_per_turn {
+            // Somebody else may have evicted the page up to which all was looked at: once more.
+            let passed = eviction.passed.filter(|&(page, hash)| {
+                self.dram.contains(&self.pages, page) && self.pages[page].hash == hash
+            });
+            let next = match passed {
+                Some((page, _)) => self.dram.hotter(&self.pages, page),
+                None => self.dram.coldest(),
+            };
+            let Some(page) = next else {
+                // A parent becomes free to go when its last child went.
+                if std::mem::take(&mut eviction.moved) {
+                    eviction.passed = None;
                     continue;
                 }
-                evicted.pages += 1;
-                evicted.bytes += found.extent.map_or(0, |extent| u64::from(extent.bytes));
-                self.evict(page, out);
-                moved = true;
+                eviction.evicted.pages_kept = self.namespaces.iter().map(|of| of.dram_pages).sum();
+                return Some(eviction.evicted);
+            };
+            let found = &self.pages[page];
+            let leaf = self.pages.first_child(page).is_none();
+            let stays = found.io > 0 || (found.slot.is_none() && !leaf);
+            if stays || found.touched > eviction.before {
+                eviction.passed = Some((page, found.hash));
+                continue;
             }
-            if !moved {
-                break;
-            }
+            eviction.passed = passed;
+            eviction.moved = true;
+            eviction.evicted.pages += 1;
+            eviction.evicted.bytes += found.extent.map_or(0, |extent| u64::from(extent.bytes));
+            self.evict(page, out);
         }
-        let resident = self.pages.iter().filter(|(_, page)| page.extent.is_some()).count();
-        evicted.pages_kept = resident as u64;
-        evicted
+        None
     }
 
     /// Every session.

@@ -2,7 +2,9 @@
 
 use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
-use orbitkv_shm_protocol::record::{BadField, Completion, PageEntry, PageResult, Request};
+use orbitkv_shm_protocol::record::{
+    BadField, Completion, PageEntry, PageResult, Request, RequestBody,
+};
 use orbitkv_shm_protocol::ring::{PushError, RingViolation};
 use orbitkv_shm_protocol::segment::ManagerSide;
 use orbitkv_shm_protocol::telemetry::SessionState;
@@ -194,6 +196,27 @@ impl Client {
             }
         }
         self.last_progress_ns = completion.published_ns;
+    }
+
+    /// Stores the odd done word of a restore that did not bring every page, unless no client made
+    /// that operation.
+    pub(super) fn fail_done_word(&self, operation: OperationId) {
+        if operation.index < self.segments.geometry().credits() {
+            self.segments.done.store(operation.index, 0, operation.failed_word());
+        }
+    }
+
+    /// Fails the restores that still lie in the ring of a session that has ended: a stream of the
+    /// engine may wait for their done words.
+    pub(super) fn fail_untaken(&mut self) {
+        for _ in 0..self.segments.geometry().credits() {
+            let Ok(Some(record)) = self.segments.requests.pop() else { return };
+            if let Ok(Request { operation, body: RequestBody::Restore { .. }, .. }) =
+                Request::decode(&record)
+            {
+                self.fail_done_word(operation);
+            }
+        }
     }
 
     /// Publishes the batch and wakes the client once if it sleeps.

@@ -100,74 +100,18 @@ impl Census {
             || self.oldest.get(&entry.namespace).is_some_and(|oldest| *oldest < entry.generation)
     }
 
-    /// The pages that count, in no order.
+    /// The pages that count, by device and place. Which of them hang on a page that is nowhere is
+    /// decided by `core`, which knows the rules of chains.
     pub(crate) fn into_pages(self) -> Vec<RecoveredPage> {
-        self.newest.into_values().collect()
+        let mut pages: Vec<_> = self.newest.into_values().collect();
+        pages.sort_unstable_by_key(|page| (page.slot.device, page.slot.offset));
+        pages
     }
 }
 
 /// The higher one wins; the place only makes it the same slot on every start.
 fn rank(page: &RecoveredPage) -> (u64, u16, u64) {
     (page.image.generation, page.slot.device, page.slot.offset)
-}
-
-/// Drops the pages that no query can reach, since some ancestor is in no slot, and sorts the others
-/// so that a parent comes before its children. Returns how many were dropped.
-pub(crate) fn drop_orphans(pages: &mut Vec<RecoveredPage>) -> u64 {
-    #[derive(Clone, Copy, PartialEq)]
-    enum Depth {
-        Unknown,
-        OnPath,
-        Rooted(u32),
-        Orphan,
-    }
-    let by_key: HashMap<([u8; 32], [u8; 32]), usize> = pages
-        .iter()
-        .enumerate()
-        .map(|(index, page)| ((page.image.namespace, page.image.hash.0), index))
-        .collect();
-    let mut depths = vec![Depth::Unknown; pages.len()];
-    let mut path = Vec::new();
-    for start in 0..pages.len() {
-        let mut at = start;
-        // Up to something known, a root, a hole, or around a circle (which no chained hash makes).
-        let mut depth = loop {
-            match depths[at] {
-                Depth::Unknown => {}
-                Depth::OnPath => break Depth::Orphan,
-                known => break known,
-            }
-            depths[at] = Depth::OnPath;
-            path.push(at);
-            let image = &pages[at].image;
-            match image.parent {
-                None => break Depth::Rooted(0),
-                Some(parent) => match by_key.get(&(image.namespace, parent.0)) {
-                    None => break Depth::Orphan,
-                    Some(next) => at = *next,
-                },
-            }
-        };
-        while let Some(at) = path.pop() {
-            if let Depth::Rooted(level) = &mut depth {
-                *level += 1;
-            }
-            depths[at] = depth;
-        }
-    }
-    let before = pages.len();
-    let mut kept: Vec<(u32, RecoveredPage)> = depths
-        .iter()
-        .zip(pages.iter())
-        .filter_map(|(depth, page)| match depth {
-            Depth::Rooted(level) => Some((*level, *page)),
-            _ => None,
-        })
-        .collect();
-    kept.sort_unstable_by_key(|(level, page)| (*level, page.slot.device, page.slot.offset));
-    pages.clear();
-    pages.extend(kept.into_iter().map(|(_, page)| page));
-    (before - pages.len()) as u64
 }
 
 /// The forgotten namespaces of all files: a file that was away while another forgot follows it.

@@ -15,7 +15,7 @@ use super::error::SsdError;
 use super::format::Forgotten;
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
-use super::recover::{Census, SlotCounts, all_forgotten, drop_orphans};
+use super::recover::{Census, SlotCounts, all_forgotten};
 use super::sweep::scan;
 use super::worker::Control;
 use crate::core::{IoFault, RecoveredPage, Slot, Ticket};
@@ -48,8 +48,8 @@ pub struct SsdConfig {
 pub struct Recovery {
     /// The files, in configuration order.
     pub devices: Vec<DeviceInfo>,
-    /// The newest slot of each page that is neither forgotten, retired nor without an ancestor;
-    /// parents before their children.
+    /// The newest slot of each page that is neither forgotten nor retired, by place; its ancestors
+    /// may be in no slot.
     pub pages: Vec<RecoveredPage>,
     /// Generations start above this.
     pub highest_generation: u64,
@@ -57,8 +57,6 @@ pub struct Recovery {
     pub forgotten: Vec<Forgotten>,
     /// What the slots held.
     pub counts: SlotCounts,
-    /// Pages dropped because an ancestor is in no slot; counted as valid in `counts`.
-    pub orphans: u64,
 }
 
 /// The queue is full: try again after the next end.
@@ -138,10 +136,8 @@ impl SsdTier {
         made.keep();
         let counts = census.counts;
         let highest_generation = census.highest_generation;
-        let mut pages = census.into_pages();
-        let orphans = drop_orphans(&mut pages);
-        let recovery =
-            Recovery { devices: infos, pages, highest_generation, forgotten, counts, orphans };
+        let pages = census.into_pages();
+        let recovery = Recovery { devices: infos, pages, highest_generation, forgotten, counts };
         Ok((tier, recovery))
     }
 

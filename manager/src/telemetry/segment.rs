@@ -81,6 +81,18 @@ impl Drop for NamedSegment {
 }
 
 impl NamedSegment {
+    /// Owner reads and writes, the group reads, whatever the umask was.
+    pub(super) fn let_group_read(&self, gid: u32) -> Result<(), TelemetryError> {
+        let refused = |operation| {
+            let name = self.name.clone();
+            move |errno| TelemetryError::System { operation, name, errno }
+        };
+        let group = rustix::fs::Gid::from_raw(gid);
+        rustix::fs::fchown(&self.descriptor, None, Some(group)).map_err(refused("chown"))?;
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR | rustix::fs::Mode::RGRP;
+        rustix::fs::fchmod(&self.descriptor, mode).map_err(refused("chmod"))
+    }
+
     /// Removes the name if it still is that of this segment.
     fn remove(&self) {
         let Ok(ours) = rustix::fs::fstat(&self.descriptor) else { return };

@@ -9,7 +9,7 @@ use orbitkv_shm_protocol::record::{
 };
 
 use super::{Held, Work, World};
-use crate::client::{Ended, Submitted, check_answer, outcome};
+use crate::client::{Client, Ended, Submitted, check_answer, outcome};
 use crate::content::{Key, POISON, is_image};
 use crate::memory::Use;
 
@@ -20,6 +20,11 @@ impl World {
             match effect {
                 Effect::Complete { session, completion, results, results_start } => {
                     self.completed(session, completion, &out.results[results], results_start);
+                }
+                Effect::RestoreFailed { session, operation } => {
+                    let client = self.client_mut(session);
+                    assert!(client.closed, "an attached client is told by its completion");
+                    client.done_words.insert(operation.index, operation.failed_word());
                 }
                 Effect::Copy { ticket, direction, session, region, pages, fence, done } => {
                     assert_eq!(fence, None);
@@ -65,6 +70,9 @@ impl World {
                     assert!(!self.copies_touch(session, None), "session is being copied");
                     let client = self.clients.remove(&session.0).expect("ends once");
                     assert!(client.closed, "a session ends after it was closed");
+                    for asked in client.in_flight.values() {
+                        check_done_word(&client, asked);
+                    }
                 }
                 Effect::Dropped { hash } => self.dropped.push(hash),
             }
@@ -224,4 +232,14 @@ impl World {
         let held = Held { engine, members, hashes, len, expires };
         assert!(self.held.insert(lease, held).is_none(), "{lease} was given before");
     }
+}
+
+/// A stream that waits for the done word of a restore passes whatever became of its client.
+fn check_done_word(client: &Client, asked: &Submitted) {
+    let restore = asked.request.kind() == RequestKind::Restore && !asked.entries.is_empty();
+    let operation = asked.request.operation;
+    let word = client.done_words.get(&operation.index);
+    let passes = [operation.done_word(), operation.failed_word()];
+    let stored = word.is_some_and(|word| passes.contains(word));
+    assert!(!restore || stored, "word {word:?} of {asked:?}");
 }

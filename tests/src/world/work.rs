@@ -121,8 +121,12 @@ impl World {
 
     /// Ends all work in the order in which it was ordered, and what follows from it.
     pub fn settle(&mut self) {
-        while !self.work.is_empty() {
-            self.finish(0, Fate::Good);
+        while !self.work.is_empty() || self.core.has_forgotten_pages() {
+            if self.work.is_empty() {
+                self.pump();
+            } else {
+                self.finish(0, Fate::Good);
+            }
         }
     }
 
@@ -141,7 +145,11 @@ impl World {
 
     /// Drops what nothing holds from DRAM.
     pub fn evict_dram(&mut self) {
-        self.core.evict_dram(&mut self.out);
+        let mut eviction = self.core.begin_eviction();
+        while self.core.evict_some(&mut eviction, &mut self.out).is_none() {
+            self.carry_out();
+            self.core.check_laws();
+        }
         self.carry_out();
         self.core.check_laws();
     }

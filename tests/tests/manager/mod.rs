@@ -19,7 +19,7 @@ use orbitkv_shm_protocol::layout::{
     COMPLETION_HEAD, COMPLETION_TAIL, Geometry, LAYOUT_FINGERPRINT, MANAGER_DOORBELL,
     MANAGER_SLEEP_GENERATION, REQUEST_TAIL, RING_OFFSET,
 };
-use orbitkv_shm_protocol::record::{Request, RequestRecord};
+use orbitkv_shm_protocol::record::{CompletionRecord, Request, RequestRecord};
 use orbitkv_shm_protocol::segment::{self, EngineSide, Expected};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, Signal};
@@ -72,7 +72,7 @@ pub(crate) struct Manager {
     child: Child,
     stdout: BufReader<ChildStdout>,
     stderr: Option<ChildStderr>,
-    folder: PathBuf,
+    socket: PathBuf,
 }
 
 impl Manager {
@@ -82,18 +82,28 @@ impl Manager {
         if !args.contains(&"--dram") {
             command.args(["--dram", "16MiB"]);
         }
-        let mut child = command.args(args).spawn().unwrap();
+        command.args(args);
+        Self::start_as(command, folder.join("m.sock"))
+    }
+
+    /// A Manager that `command` starts on `socket`.
+    pub(crate) fn start_as(mut command: Command, socket: PathBuf) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let stderr = child.stderr.take();
         let mut ready = String::new();
         stdout.read_line(&mut ready).unwrap();
-        let manager = Self { child, stdout, stderr, folder: folder.to_owned() };
-        assert!(ready.starts_with("ready socket=m.sock"), "{ready:?}");
+        let mut manager = Self { child, stdout, stderr, socket };
+        if !ready.starts_with("ready socket=") {
+            let mut log = String::new();
+            manager.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+            panic!("{ready:?} {log}");
+        }
         manager
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
-        self.folder.join("m.sock")
+        self.socket.clone()
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -129,8 +139,8 @@ impl Manager {
 
     pub(crate) fn inspect(&self) -> Value {
         let output = Command::new(orbitkv())
-            .args(["inspect", "--json", "--socket", "m.sock"])
-            .current_dir(&self.folder)
+            .args(["inspect", "--json", "--socket"])
+            .arg(&self.socket)
             .output()
             .unwrap();
         assert!(output.status.success(), "{output:?}");
@@ -219,8 +229,17 @@ pub(crate) struct Raw {
 
 impl Raw {
     pub(crate) fn attach(path: &Path) -> Self {
+        Self::attach_as(path, "0123456789abcdef".repeat(2))
+    }
+
+    /// A client of an attachment group of its own.
+    pub(crate) fn attach_as(path: &Path, group: String) -> Self {
         let socket = connect(path);
-        transport::send(&socket, &hello(), &[], PATIENCE).unwrap();
+        let mut greeting = hello();
+        if let ClientMessage::Hello { engine_id, .. } = &mut greeting {
+            *engine_id = group;
+        }
+        transport::send(&socket, &greeting, &[], PATIENCE).unwrap();
         let (answer, descriptors) = transport::receive_manager(&socket, PATIENCE).unwrap();
         let ManagerMessage::Welcome(welcome) = answer else { panic!("{answer:?}") };
         let [submission, completion] = <[OwnedFd; 2]>::try_from(descriptors).unwrap();
@@ -311,14 +330,24 @@ impl Raw {
         }
     }
 
+    /// Another handle to the segment that the Manager writes.
+    pub(crate) fn completion_copy(&self) -> File {
+        self.completion.try_clone().unwrap()
+    }
+
+    /// The completion record at a position, as its bytes are now.
+    pub(crate) fn completion(&self, position: u64) -> CompletionRecord {
+        let mut record = CompletionRecord::default();
+        let slot = position % u64::from(GEOMETRY.ring_capacity);
+        let offset = RING_OFFSET as u64 + slot * size_of::<CompletionRecord>() as u64;
+        self.completion.read_exact_at(bytemuck::bytes_of_mut(&mut record), offset).unwrap();
+        assert_eq!(record.sequence, position, "not published");
+        record
+    }
+
     /// Another handle to the segment that it writes.
     pub(crate) fn submission_copy(&self) -> File {
         self.submission.try_clone().unwrap()
-    }
-
-    /// Another handle to the segment that it may only read.
-    pub(crate) fn completion_copy(&self) -> File {
-        self.completion.try_clone().unwrap()
     }
 
     /// Waits until the Manager's reactor sleeps.
