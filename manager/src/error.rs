@@ -36,7 +36,7 @@ pub enum ServeError {
         source: io::Error,
     },
     /// No telemetry segment.
-    #[error("telemetry: {0}")]
+    #[error("{0}")]
     Telemetry(#[from] TelemetryError),
     /// No DRAM pool.
     #[error("{0}")]
@@ -47,6 +47,17 @@ pub enum ServeError {
     /// The tier cannot be opened.
     #[error("--ssd: {0}")]
     Ssd(#[from] SsdError),
+    /// Not one client could attach.
+    #[error(
+        "the limit of open descriptors is {limit}, and one session needs {needed}: raise it \
+         (ulimit -n, LimitNOFILE=)"
+    )]
+    Descriptors {
+        /// `RLIMIT_NOFILE`.
+        limit: u64,
+        /// What is open and one session together.
+        needed: u64,
+    },
     /// A thread, descriptor or signal handler could not be had.
     #[error("{what}: {source}")]
     System {

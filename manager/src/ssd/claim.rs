@@ -50,7 +50,7 @@ impl Claimed {
         config: &SsdConfig,
         made: &mut MadeFiles,
     ) -> Result<Self, SsdError> {
-        let is_new = !path.exists();
+        let is_new = path.symlink_metadata().is_err();
         let mut file = SsdFile::open(path, Access::Tier { direct: config.direct })?;
         if is_new {
             made.0.push(path.to_owned());
@@ -60,6 +60,7 @@ impl Claimed {
         // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
         // that was cut off.
         let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {
+            file.check_space(want)?;
             format(&file, want, config.slot_bytes_max)?
         } else {
             metadata::load(&file)?
