@@ -348,6 +348,13 @@ fn prefault_chunk(arena: &Arena, offset: usize, bytes: usize) -> Result<(), Pool
                 touch(start, bytes);
                 return Ok(());
             }
+            // The reserve was promised and is not given: a limit of a control group on huge pages.
+            Err(Errno::FAULT) if arena.reserved => {
+                return Err(PoolError::NoHugePages {
+                    needed_bytes: arena.bytes as u64,
+                    obtained_bytes: offset as u64,
+                });
+            }
             Err(errno) => {
                 return Err(PoolError::System {
                     operation: "pre-fault",
