@@ -31,7 +31,7 @@ use crate::device::HostDevice;
 use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
 use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
-use crate::pool::{self, DramPool, PoolConfig};
+use crate::pool::{self, DramPool, PageMode, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
 use crate::ssd::{ClaimedTier, EngineChoice, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
@@ -256,6 +256,13 @@ fn allocate_pool(config: &Config) -> Result<Arc<DramPool>, ServeError> {
         page_mode = pool.page_mode().label(),
         "DRAM pool is ready"
     );
+    if config.dram.huge_pages == HugePages::Prefer && pool.page_mode() == PageMode::Small {
+        tracing::warn!(
+            huge_bytes = pool.huge_bytes(),
+            "the DRAM pool lies in 4 KiB pages, which costs SSD bandwidth: allow transparent huge \
+             pages (madvise), or say --huge-pages off"
+        );
+    }
     Ok(Arc::new(pool))
 }
 

@@ -141,8 +141,8 @@ pub enum SsdError {
     },
     /// The file system cannot do direct I/O.
     #[error(
-        "ssd file {path}: its file system refuses O_DIRECT; choose another path, or turn direct I/O \
-         off (it then goes through the page cache)"
+        "ssd file {path}: its file system refuses O_DIRECT; choose another path, or say --ssd-direct off \
+         (it then goes through the page cache)"
     )]
     NoDirectIo {
         /// The file.
