@@ -33,7 +33,7 @@ use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
 use crate::pool::{self, DramPool, PageMode, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
-use crate::ssd::{ClaimedTier, EngineChoice, Recovery, SsdConfig, SsdTier};
+use crate::ssd::{ClaimedTier, EngineChoice, MadeFiles, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
 pub use log::LOG_VARIABLE;
 use start::Start;
@@ -104,7 +104,8 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
         check_descriptors(config.limits.sessions)?;
         announce_ready(&mut opened)?;
     }
-    let Opened { parts, http, _pool } = opened;
+    let Opened { parts, http, mut made, _pool } = opened;
+    made.keep();
     // A page that was not written in time is a page less to hit, not a failure of the stop.
     let _drained = service::run(parts);
     drop(http);
@@ -186,7 +187,8 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     })?;
     telemetry.set_config(&config.to_string());
     // What may be wrong with a path or a disk shows before the memory is touched, which takes long.
-    let claimed = claim_storage(config)?;
+    let mut claimed = claim_storage(config)?;
+    let made = claimed.as_mut().map(ClaimedTier::made_files).unwrap_or_default();
     let pool = allocate_pool(config)?;
     let bell = ControlBell::new();
     let storage = claimed.map(|claimed| start_storage(claimed, &pool, &bell)).transpose()?;
@@ -231,13 +233,15 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         wait: config.wait,
         stop_timeout: config.time.stop_timeout,
     };
-    Ok(Opened { parts, http, _pool: pool })
+    Ok(Opened { parts, http, made, _pool: pool })
 }
 
 /// The service and what lives beside it. Dropped after the service has ended.
 struct Opened {
     parts: ServiceParts,
     http: Option<HttpThread>,
+    /// Kept once the Manager has served, or was told to stop.
+    made: MadeFiles,
     _pool: Arc<DramPool>,
 }
 

@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
+use std::process::Command;
 
 use orbitkv_engine::QueryMode;
 use orbitkv_shm_protocol::telemetry::Metric;
@@ -13,7 +14,6 @@ use orbitkv_tests::confine::{Mount, in_private_mounts};
 use orbitkv_tests::engine::{Engine, blocks, hashes, namespace};
 use orbitkv_tests::manager::Setup;
 use orbitkv_tests::setup;
-use rustix::io::{Errno, ReadWriteFlags};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -442,7 +442,7 @@ fn cfg_05_odd_paths_that_can_hold_the_tier_do() {
     setup.again();
     let manager = setup.flags(&["--ssd", "plain", "--ssd-capacity", "16MiB"]).start();
     assert_eq!(folder.join("plain").metadata().unwrap().len(), 16 * MIB);
-    assert_eq!(manager.get(Metric::SsdRecoveredPages), 8);
+    assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), 8);
     let mut setup = manager.stop();
     setup.again();
     let setup = setup.flags(&["--ssd", "plain", "--ssd-capacity", "8MiB"]);
@@ -502,7 +502,7 @@ fn cfg_05_socket_paths() {
             assert_eq!(listens.symlink_metadata().unwrap().mode() & 0o777, 0o600);
             let lock = folder.join(format!("{path}.lock"));
             // The path of the folder may be too long for an address: by its short name.
-            let inspected = std::process::Command::new(manager.setup().program())
+            let inspected = Command::new(manager.setup().program())
                 .args(["inspect", "--json", "--socket", path])
                 .current_dir(&folder)
                 .output()
@@ -561,20 +561,16 @@ fn inspect_text(setup: &Setup) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Blocks of 4 KiB of a file that the page cache holds, and all of them.
-fn resident(path: &Path) -> (usize, usize) {
-    let file = fs::File::open(path).unwrap();
-    let blocks = file.metadata().unwrap().len() / 4096;
-    let mut bytes = [0; 1];
-    let held = (0..blocks).filter(|block| {
-        let mut vector = [std::io::IoSliceMut::new(&mut bytes)];
-        match rustix::io::preadv2(&file, &mut vector, block * 4096, ReadWriteFlags::NOWAIT) {
-            Ok(read) => read == 1,
-            Err(Errno::AGAIN) => false,
-            Err(errno) => panic!("preadv2: {errno}"),
-        }
-    });
-    (held.count(), blocks as usize)
+/// Blocks of 4 KiB of a file that the page cache holds, and all of them. Asks the kernel: a read
+/// that must not wait would start a read-ahead.
+fn resident(path: &Path) -> (u64, u64) {
+    let fincore = Command::new("fincore")
+        .args(["--bytes", "--raw", "--noheadings", "--output", "RES"])
+        .arg(path)
+        .output()
+        .unwrap();
+    let bytes: u64 = String::from_utf8(fincore.stdout).unwrap().trim().parse().unwrap();
+    (bytes / 4096, path.metadata().unwrap().len() / 4096)
 }
 
 /// Goal: the effective mode of I/O is the configured one (CFG-09): with direct I/O under 1 % of the

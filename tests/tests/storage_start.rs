@@ -74,9 +74,12 @@ fn crash_01_twenty_kills_in_a_small_dev_shm() {
 /// it leaves is removed before a start with another ring, pool and tier size.
 #[test]
 fn crash_05_leftovers_of_other_settings_are_replaced() {
-    let mut setup = setup!().ssd("64MiB");
+    // A file can grow, not shrink.
+    let size = |life: u32| format!("{}MiB", 64 + life);
+    let mut setup = setup!();
     for removed in 0_u32..8 {
-        let manager = setup.start();
+        setup.again();
+        let manager = setup.dram("64MiB").ssd(&size(2 * removed)).start();
         round_trip(&manager, u64::from(removed));
         setup = manager.kill();
         let socket = setup.socket();
@@ -95,12 +98,12 @@ fn crash_05_leftovers_of_other_settings_are_replaced() {
                 "[limits]\nring_capacity = {ring}\npage_entries = 2048\nsessions = 7\n"
             ))
             .dram(if removed % 2 == 0 { "32MiB" } else { "128MiB" })
-            .ssd(["64MiB", "96MiB", "128MiB"][(1 + removed as usize).div_ceil(3).min(2)]);
+            .ssd(&size(2 * removed + 1));
         let manager = setup.start();
         assert_eq!(state(&manager), "ready");
         let said = format!("replaced_stale_socket={}", removed & 1 == 0);
         assert!(manager.setup().log().contains(&said), "{said}: {}", manager.setup().log());
-        assert!(manager.get(Metric::SsdRecoveredPages) >= u64::from(PAGES));
+        assert!(manager.fresh().counters.get(Metric::SsdRecoveredPages) >= u64::from(PAGES));
         let limits = "sessions = 7";
         assert!(manager.fresh().config.contains(limits), "the new settings are in force");
         // The default rings of the harness are larger than this Manager's limit allows.
@@ -110,8 +113,6 @@ fn crash_05_leftovers_of_other_settings_are_replaced() {
         drop(client);
         setup = manager.stop();
         assert!(!setup.telemetry_file().exists());
-        setup.again();
-        setup = setup.dram("64MiB").ssd("128MiB");
     }
 }
 
@@ -196,7 +197,7 @@ fn ssd_05_io_uring_that_is_refused_is_said_once_and_shown() {
             round_trip(&manager, 1);
             // Found again by the same engine.
             let manager = manager.stop().start();
-            assert_eq!(manager.get(Metric::SsdRecoveredPages), u64::from(PAGES));
+            assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), u64::from(PAGES));
             manager.stop();
             // Asked for: nothing to say.
             let manager = setup!().ssd("64MiB").flag("--ssd-engine", "blocking").start();
@@ -285,7 +286,9 @@ fn ssd_07_file_systems_that_cannot_do_everything() {
                 round_trip(&manager, 1);
                 setup = manager.kill();
                 let manager = setup.start();
-                assert!(manager.get(Metric::SsdRecoveredPages) >= u64::from(PAGES));
+                assert!(
+                    manager.fresh().counters.get(Metric::SsdRecoveredPages) >= u64::from(PAGES)
+                );
                 assert_eq!(engine_restores(&manager), PAGES);
                 setup = manager.stop();
                 fs::remove_file(folder.join(&tier)).unwrap();
@@ -381,7 +384,7 @@ fn ssd_09_a_file_in_use_is_refused_by_any_name() {
         let mut other = second.take().unwrap();
         other.again();
         let manager = other.flags(&["--ssd", "hard", "--ssd-capacity", "64MiB"]).start();
-        assert_eq!(manager.get(Metric::SsdRecoveredPages), u64::from(PAGES));
+        assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), u64::from(PAGES));
         manager.stop();
     });
 }

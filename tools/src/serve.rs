@@ -8,6 +8,9 @@ use clap::Args;
 use orbitkv_manager::config::ServeArgs;
 use rustix::process::{Signal, getpid, kill_process};
 
+use crate::exit::Exit;
+use crate::output::complain;
+
 /// Flags of `serve`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub(crate) struct ServeVerb {
@@ -21,11 +24,15 @@ pub(crate) struct ServeVerb {
 /// Runs the verb. The Manager prints its own errors.
 pub(crate) fn run(verb: &ServeVerb) -> ExitCode {
     if verb.stop_at_eof {
-        thread::spawn(|| {
+        let watched = thread::Builder::new().name("orbitkv-stdin".to_owned()).spawn(|| {
             let mut byte = [0];
             while std::io::stdin().read(&mut byte).is_ok_and(|bytes| bytes > 0) {}
             let _asked = kill_process(getpid(), Signal::TERM);
         });
+        if let Err(error) = watched {
+            complain(format_args!("orbitkv: thread that watches standard input: {error}"));
+            return Exit::System.code().into();
+        }
     }
     orbitkv_manager::serve::serve(&verb.args)
 }

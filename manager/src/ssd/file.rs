@@ -180,7 +180,11 @@ impl SsdFile {
     fn space(&self, capacity_bytes: u64) -> Result<(u64, u64), SsdError> {
         let metadata = self.file.metadata().map_err(|error| self.failed("stat", 0, 0, &error))?;
         let free = rustix::fs::fstatvfs(&self.file)
-            .map(|stat| stat.f_bavail.saturating_mul(stat.f_frsize))
+            .map(|stat| match stat.f_blocks {
+                // Some file systems do not know how large they are.
+                0 => u64::MAX,
+                _ => stat.f_bavail.saturating_mul(stat.f_frsize),
+            })
             .map_err(|errno| io_error("statvfs", &self.path, 0, 0, errno))?;
         Ok((capacity_bytes.saturating_sub(metadata.blocks().saturating_mul(512)), free))
     }
@@ -235,13 +239,21 @@ impl SsdFile {
         Ok(true)
     }
 
+    /// Turns direct I/O on where the file system can do it; says whether.
     fn set_direct(&mut self) -> Result<bool, SsdError> {
-        let flags = rustix::fs::fcntl_getfl(&self.file)
-            .map_err(|errno| io_error("fcntl", &self.path, 0, 0, errno))?;
+        let failed = |errno| io_error("fcntl", &self.path, 0, 0, errno);
+        let flags = rustix::fs::fcntl_getfl(&self.file).map_err(failed)?;
         match rustix::fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT) {
-            Ok(()) => self.direct = true,
-            Err(Errno::INVAL) => {}
-            Err(errno) => return Err(io_error("fcntl", &self.path, 0, 0, errno)),
+            Ok(()) => {}
+            Err(Errno::INVAL) => return Ok(false),
+            Err(errno) => return Err(failed(errno)),
+        }
+        // A layered file system takes the flag and learns only from the one below that it cannot.
+        let mut block = [Block::ZERO];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+        self.direct = rustix::io::pread(&self.file, bytes, 0) != Err(Errno::INVAL);
+        if !self.direct {
+            rustix::fs::fcntl_setfl(&self.file, flags).map_err(failed)?;
         }
         Ok(self.direct)
     }

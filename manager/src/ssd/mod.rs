@@ -45,6 +45,7 @@ mod fake;
 #[cfg(test)]
 mod worker_tests;
 
+pub use claim::MadeFiles;
 pub use counters::DeviceSnapshot;
 pub use device::{DeviceInfo, DeviceStatus, Health, Notify};
 pub use engine::EngineChoice;

@@ -44,7 +44,8 @@ pub struct SsdConfig {
 }
 
 /// The files of a tier, locked and with their space reserved, before there is memory to read them
-/// into. Dropped, it removes the files that it made.
+/// into. Dropped, it removes the files that it made, unless somebody took them over
+/// ([`made_files`](Self::made_files)).
 pub struct ClaimedTier {
     resolved: Resolved,
     files: Vec<Claimed>,
@@ -76,6 +77,12 @@ impl ClaimedTier {
         }
         let write_in_flight_bytes = config.write_in_flight_bytes;
         Ok(Self { resolved, files, made, write_in_flight_bytes })
+    }
+
+    /// The files that the claim made: they go when these are dropped before all else that a start
+    /// needs is there too.
+    pub fn made_files(&mut self) -> MadeFiles {
+        std::mem::take(&mut self.made)
     }
 }
 
@@ -129,7 +136,11 @@ impl SsdTier {
         memory: Arc<dyn ImageMemory>,
         notify: Notify,
     ) -> Result<(Self, Recovery), SsdError> {
-        Self::start(ClaimedTier::claim(config)?, &config.arena_bytes, memory, notify)
+        let mut claimed = ClaimedTier::claim(config)?;
+        let mut made = claimed.made_files();
+        let opened = Self::start(claimed, &config.arena_bytes, memory, notify)?;
+        made.keep();
+        Ok(opened)
     }
 
     /// Reads the footers of the files and starts the workers. Until this returns, `memory` must
@@ -140,14 +151,14 @@ impl SsdTier {
     ///
     /// # Errors
     ///
-    /// See [`SsdError`]. Files that the claim made are removed again.
+    /// See [`SsdError`].
     pub fn start(
         claimed: ClaimedTier,
         arena_bytes: &[u64],
         memory: Arc<dyn ImageMemory>,
         notify: Notify,
     ) -> Result<(Self, Recovery), SsdError> {
-        let ClaimedTier { resolved, files, mut made, write_in_flight_bytes } = claimed;
+        let ClaimedTier { resolved, files, write_in_flight_bytes, .. } = claimed;
         let (census, forgotten) = survey(&files, resolved, &memory)?;
         let forgotten: Vec<Forgotten> =
             forgotten.into_iter().filter(|entry| census.still_needs(entry)).collect();
@@ -177,7 +188,6 @@ impl SsdTier {
             let info = start(claimed, &shared, &forgotten, &mut tier.devices)?;
             infos.push(info);
         }
-        made.keep();
         let counts = census.counts;
         let highest_generation = census.highest_generation;
         let mut pages = census.into_pages();
