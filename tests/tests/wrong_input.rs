@@ -38,7 +38,7 @@ fn both_refuse(setup: &Setup, trace: &str, code: i32, parts: &[&str]) {
 fn a_malformed_trace_names_file_line_and_field() {
     let setup = setup!();
     for (line, field, problem) in [
-        ("{\"timestamp\": 1, \"input_length\": -5}", "input_length", "expected"),
+        ("{\"timestamp\": 1, \"input_length\": -5}", "input_length", "outside 0 to"),
         ("{\"timestamp\": 1, \"input_length\": 600, \"output_length\": 1}", "hash_ids", "missing"),
         (
             "{\"timestamp\": 1, \"input_length\": 600, \"output_length\": 1, \"hash_ids\": 7}",
@@ -190,8 +190,18 @@ fn one_device_page_is_enough() {
     fs::write(&trace, REQUEST.repeat(4)).unwrap();
     let json = setup.folder().join("out.json");
     let (trace, json) = (trace.to_str().unwrap(), json.to_str().unwrap());
-    let flags =
-        ["--device-pages", "1", "--engines", "1", "--dram", "16MiB", "--page-bytes", "5000"];
+    let flags = [
+        "--device-pages",
+        "1",
+        "--engines",
+        "1",
+        "--concurrency",
+        "1",
+        "--dram",
+        "16MiB",
+        "--page-bytes",
+        "5000",
+    ];
     let output =
         setup.orbitkv(&[&["replay", "--trace", trace, "--json", json], &flags[..]].concat());
     assert_eq!(output.status.code(), Some(0), "{output:?}");
@@ -226,14 +236,14 @@ fn outputs_are_checked_first_and_written_last() {
         setup.fails(&["verify", "--ssd", "notes", "--json", out], 3, &["--json", out, cause]);
     }
     for out in ["new.json", "old.json"] {
-        let wrong: [(&[&str], i32); 4] = [
-            (&["--dram", "1KiB"], 2),
-            (&["--dram", "1TiB"], 3),
-            (&["--ssd", "none/tier", "--ssd-capacity", "64MiB"], 3),
-            (&["--socket", "none.sock"], 3),
+        let wrong: [(&[&str], i32, &str); 4] = [
+            (&["--dram", "1KiB"], 2, "1024 bytes (1KiB) is out of range"),
+            (&["--dram", "1TiB"], 3, "lower --dram"),
+            (&["--ssd", "none/tier", "--ssd-capacity", "64MiB"], 3, "none/tier"),
+            (&["--socket", "none.sock"], 3, "none.sock"),
         ];
-        for (flags, code) in wrong {
-            setup.fails(&[&replay[..], flags, &["--json", out]].concat(), code, &[flags[1]]);
+        for (flags, code, part) in wrong {
+            setup.fails(&[&replay[..], flags, &["--json", out]].concat(), code, &[part]);
         }
         setup.fails(&["verify", "--ssd", "notes", "--json", out], 2, &["notes", "not an OrbitKV"]);
     }

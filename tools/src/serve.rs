@@ -6,9 +6,9 @@ use std::thread;
 
 use clap::Args;
 use orbitkv_manager::config::ServeArgs;
+use orbitkv_manager::error::ServeError;
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::exit::Exit;
 use crate::output::complain;
 
 /// Flags of `serve`.
@@ -29,9 +29,10 @@ pub(crate) fn run(verb: &ServeVerb) -> ExitCode {
             while std::io::stdin().read(&mut byte).is_ok_and(|bytes| bytes > 0) {}
             let _asked = kill_process(getpid(), Signal::TERM);
         });
-        if let Err(error) = watched {
-            complain(format_args!("orbitkv: thread that watches standard input: {error}"));
-            return Exit::System.code().into();
+        if let Err(source) = watched {
+            let error = ServeError::System { what: "thread that watches standard input", source };
+            complain(format_args!("orbitkv: {error}"));
+            return error.exit_code().into();
         }
     }
     orbitkv_manager::serve::serve(&verb.args)

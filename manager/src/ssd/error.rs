@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use rustix::io::Errno;
 
 use super::format::{FORMAT, Superblock};
+use crate::error::remedy;
 
 /// A failure of the SSD tier outside the data path, by cause.
 #[derive(Debug, thiserror::Error)]
@@ -178,7 +179,7 @@ pub enum SsdError {
         errno: Errno,
     },
     /// A thread or descriptor of the tier could not be made.
-    #[error("ssd tier: {operation} failed: {errno}")]
+    #[error("ssd tier: {operation} failed: {errno}{}", remedy(Some(*errno)))]
     System {
         /// What was tried.
         operation: &'static str,
