@@ -7,6 +7,7 @@ use std::time::Duration;
 use orbitkv_shm_protocol::ids::{EngineId, Epoch, SessionId};
 use orbitkv_shm_protocol::layout::Geometry;
 use orbitkv_shm_protocol::record::SessionState;
+use orbitkv_shm_protocol::spin::{self, Spin};
 use rustix::process::Pid;
 
 use crate::completion::{Completion, Status};
@@ -17,7 +18,6 @@ use crate::memory::Nonce;
 use crate::process::{ProcessBound, WrongProcess};
 use crate::results::Results;
 use crate::session::Session;
-use crate::wait::Spin;
 
 /// What the Manager grants this session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,6 +38,8 @@ pub struct Limits {
     pub query_budget_bytes: u64,
     /// Bytes of leases that this session may hold.
     pub session_budget_bytes: u64,
+    /// Longest spin before a sleep that pays on this machine, as the Manager measured it.
+    pub spin_window: Duration,
 }
 
 impl Limits {
@@ -91,7 +93,7 @@ pub(crate) struct Parts {
 impl Client {
     pub(crate) fn new(parts: Parts) -> Self {
         let Parts { bound, control, limits, tag, engine, nonce } = parts;
-        let spin = Spin::new();
+        let spin = Spin::new(spin::window_here(limits.spin_window));
         Self { bound, control, spin, limits, tag, engine, nonce, _not_sync: PhantomData }
     }
 

@@ -257,5 +257,6 @@ fn limits(welcome: &Welcome) -> Limits {
         lease_ttl: Duration::from_millis(welcome.lease_ttl_ms),
         query_budget_bytes: welcome.query_budget_bytes,
         session_budget_bytes: welcome.session_budget_bytes,
+        spin_window: Duration::from_nanos(welcome.spin_window_ns),
     }
 }

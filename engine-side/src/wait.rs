@@ -11,54 +11,8 @@ use crate::session::Session;
 
 /// Longest sleep between two looks at the Manager's life: bounds what a lost wake or a death costs.
 const PARK_MAX: Duration = Duration::from_millis(100);
-/// Spin before a sleep unless measured otherwise: about one wake of another CPU in a virtual
-/// machine. A shorter one is missed by an answer that needs no wake, a longer one only burns time.
-const SPIN_WINDOW: Duration = Duration::from_micros(20);
-/// Spins in vain after which spinning stops.
-const SPIN_MISSES_MAX: u32 = 8;
-/// Once stopped, one wait in this many spins to see whether it pays again.
-const SPIN_PROBE_EVERY: u32 = 64;
 /// Looks at the ring between two looks at the clock.
 const SPIN_LOOKS: u32 = 32;
-
-/// Decides whether to spin before sleeping.
-#[derive(Debug)]
-pub(crate) struct Spin {
-    window: Duration,
-    misses: u32,
-    skipped: u32,
-}
-
-impl Spin {
-    /// On a single CPU a spin only keeps the Manager from running, so there is none.
-    pub(crate) fn new() -> Self {
-        let second_cpu = rustix::thread::sched_getaffinity(None).is_ok_and(|set| set.count() > 1);
-        Self::with_window(if second_cpu { SPIN_WINDOW } else { Duration::ZERO })
-    }
-
-    fn with_window(window: Duration) -> Self {
-        Self { window, misses: 0, skipped: 0 }
-    }
-
-    /// How long to spin now; `None` when sleeping at once is better.
-    fn due(&mut self) -> Option<Duration> {
-        if self.window.is_zero() {
-            return None;
-        }
-        if self.misses >= SPIN_MISSES_MAX {
-            self.skipped += 1;
-            if self.skipped < SPIN_PROBE_EVERY {
-                return None;
-            }
-            self.skipped = 0;
-        }
-        Some(self.window)
-    }
-
-    fn note(&mut self, hit: bool) {
-        self.misses = if hit { 0 } else { (self.misses + 1).min(SPIN_MISSES_MAX) };
-    }
-}
 
 /// Spins until something is ready, at most `window`.
 fn spin_until(window: Duration, ready: impl Fn() -> bool) -> bool {
@@ -216,36 +170,6 @@ fn park_many(clients: &[&mut Client], timeout: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn spinning_stops_after_misses_and_is_probed_once_in_64() {
-        let mut spin = Spin::with_window(Duration::from_nanos(1));
-        for _ in 0..SPIN_MISSES_MAX {
-            assert!(spin.due().is_some());
-            spin.note(false);
-        }
-        for round in 0..3 {
-            for _ in 1..SPIN_PROBE_EVERY {
-                assert!(spin.due().is_none(), "round {round}");
-            }
-            assert!(spin.due().is_some(), "the probe of round {round}");
-            spin.note(false);
-        }
-        for _ in 1..SPIN_PROBE_EVERY {
-            assert!(spin.due().is_none());
-        }
-        assert!(spin.due().is_some());
-        spin.note(true);
-        assert!(spin.due().is_some(), "a probe that paid brings spinning back");
-    }
-
-    #[test]
-    fn one_cpu_never_spins() {
-        let mut spin = Spin::with_window(Duration::ZERO);
-        for _ in 0..1000 {
-            assert!(spin.due().is_none());
-        }
-    }
 
     #[test]
     fn a_spin_ends_without_an_answer_and_sees_one() {

@@ -15,3 +15,4 @@ pub mod service;
 pub mod ssd;
 pub mod telemetry;
 pub mod units;
+pub mod wake;

@@ -12,12 +12,14 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::Parser;
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
 use orbitkv_shm_protocol::doorbell::ControlBell;
 use orbitkv_shm_protocol::ids::Epoch;
 use orbitkv_shm_protocol::inspect::LifeState;
+use orbitkv_shm_protocol::spin;
 use orbitkv_shm_protocol::telemetry::ManagerState;
 use rustix::process::{Resource, Rlimit};
 
@@ -35,6 +37,7 @@ use crate::pool::{self, DramPool, PageMode, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
 use crate::ssd::{ClaimedTier, EngineChoice, MadeFiles, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
+use crate::wake;
 pub use log::LOG_VARIABLE;
 use start::Start;
 
@@ -191,12 +194,13 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     let made = claimed.as_mut().map(ClaimedTier::made_files).unwrap_or_default();
     let pool = allocate_pool(config)?;
     let bell = ControlBell::new();
+    let spin_window = measure_wake(&clock);
     let storage = claimed.map(|claimed| start_storage(claimed, &pool, &bell)).transpose()?;
-    let device = HostDevice::start(pool.clone(), bell.ringer())
+    let device = HostDevice::start(pool.clone(), bell.ringer(), spin::window_here(spin_window))
         .map_err(ServeError::system("device threads"))?;
     let endpoint = start.serve(|| {
         let endpoint = Endpoint::start(
-            Settings::new(config, epoch),
+            Settings::new(config, epoch, spin_window),
             claim.listen()?,
             HostImporter,
             clock.clone(),
@@ -231,9 +235,22 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         bell,
         clock,
         wait: config.wait,
+        spin_window: spin::window_here(spin_window),
         stop_timeout: config.time.stop_timeout,
     };
     Ok(Opened { parts, http, made, _pool: pool })
+}
+
+/// Measures a wake and says how long waiters, engines included, should spin before they sleep.
+fn measure_wake(clock: &Clock) -> Duration {
+    let wake = wake::measure(clock);
+    let window = wake.map_or(spin::WINDOW_UNMEASURED, spin::window_of);
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    match wake {
+        Some(wake) => tracing::info!(?wake, ?window, processors, "measured a wake"),
+        None => tracing::warn!(?window, "no wake could be measured: the machine is too busy"),
+    }
+    window
 }
 
 /// The service and what lives beside it. Dropped after the service has ended.

@@ -45,6 +45,8 @@ const PAGES_PER_TURN: u32 = 16_384;
 const ENDS_PER_TURN: u32 = 256;
 /// Longest sleep: bounds a lost wake and keeps the heartbeat young.
 const PARK_MAX: Duration = Duration::from_millis(50);
+/// Looks at the rings between two looks at everything else while spinning.
+const LOOKS_PER_SPIN: u32 = 16;
 /// How often tables that cost a walk are shown.
 const TABLES_INTERVAL_NS: Nanos = 20_000_000;
 /// See [`TABLES_INTERVAL_NS`]: at the latest, however long the walk takes.
@@ -75,6 +77,8 @@ pub struct ServiceParts {
     pub clock: Clock,
     /// How to wait.
     pub wait: WaitMode,
+    /// How long to spin before a sleep; zero on one processor.
+    pub spin_window: Duration,
     /// Longest drain at a stop.
     pub stop_timeout: Duration,
 }
@@ -118,6 +122,8 @@ pub struct Service {
     /// Replies that a full queue gave back.
     replies: VecDeque<EndpointReply<DeviceRegion>>,
     evictions: Vec<PendingEviction>,
+    /// Completions that were published and are yet to be counted.
+    ended: Vec<Completion>,
     page_buffers: Vec<Vec<CopyPage>>,
     checksum_buffers: Vec<Vec<u64>>,
     cut_off_log: Limiter,
@@ -128,6 +134,8 @@ pub struct Service {
     tables_interval_ns: Nanos,
     /// Something happened since the tables were shown.
     tables_stale: bool,
+    /// Something happened since the numbers were published.
+    numbers_stale: bool,
     /// Pages in DRAM and on SSD of each namespace, as last shown.
     namespaces_shown: Vec<(u64, u64)>,
     /// Buffer of a table turn.
@@ -165,7 +173,7 @@ impl Service {
             telemetry: parts.telemetry,
             bell: parts.bell,
             clock: parts.clock,
-            waiting: Waiting::new(parts.wait),
+            waiting: Waiting::new(parts.wait, parts.spin_window),
             stop_timeout: parts.stop_timeout,
             clients: Vec::new(),
             effects: Effects::default(),
@@ -176,12 +184,14 @@ impl Service {
             refused: VecDeque::new(),
             replies: VecDeque::new(),
             evictions: Vec::new(),
+            ended: Vec::new(),
             page_buffers: Vec::new(),
             checksum_buffers: Vec::new(),
             stopping: None,
             tables_shown_ns: 0,
             tables_interval_ns: TABLES_INTERVAL_NS,
             tables_stale: true,
+            numbers_stale: true,
             namespaces_shown: Vec::new(),
             session_views: Vec::new(),
             turns: 0,
@@ -205,6 +215,7 @@ impl Service {
         progress |= self.answer_evictions(now);
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
+        self.numbers_stale |= progress;
         if self.telemetry.due(now) {
             self.report(now);
         }
@@ -213,12 +224,13 @@ impl Service {
 
     /// Nothing to do: spin a little, then sleep until somebody rings or time is up.
     fn rest(&mut self) {
-        if self.waiting.may_spin(&self.clock) {
-            std::hint::spin_loop();
-            return;
-        }
         let now = self.clock.now();
-        self.report(now);
+        if self.waiting.may_spin(now) {
+            return self.look_at_rings();
+        }
+        if self.telemetry.due(now) {
+            self.report(now);
+        }
         let timeout = self.longest_sleep(now);
         for client in self.clients.iter_mut().filter(|client| !client.closed) {
             client.doorbell_seen = Some(client.segments.sleeper.begin());
@@ -244,10 +256,26 @@ impl Service {
         self.waiting.slept();
     }
 
+    /// Looks for requests a few times, at the cost of one load a client: what else may have come is
+    /// looked at by the next turn.
+    fn look_at_rings(&self) {
+        for _ in 0..LOOKS_PER_SPIN {
+            let asking = |client: &Client| !client.closed && client.segments.requests.ready();
+            if self.clients.iter().any(asking) {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
     fn longest_sleep(&self, now: Nanos) -> Duration {
         let mut timeout = PARK_MAX;
         if let Some(deadline) = self.core.next_deadline() {
             timeout = timeout.min(Duration::from_nanos(deadline.saturating_sub(now)));
+        }
+        if self.numbers_stale {
+            let due = self.telemetry.due_at().saturating_sub(now);
+            timeout = timeout.min(Duration::from_nanos(due));
         }
         if self.tables_stale {
             // What inspection shows lags behind by one interval at most.
@@ -489,6 +517,10 @@ impl Service {
         for client in &mut self.clients {
             client.flush();
         }
+        // Nobody waits for these numbers.
+        for completion in self.ended.drain(..) {
+            self.telemetry.counters.completed(&completion);
+        }
         self.cut_off_violators(published_ns);
         true
     }
@@ -507,7 +539,7 @@ impl Service {
         match effect {
             Effect::Complete { session, completion, results, results_start } => {
                 let completion = Completion { published_ns, ..completion };
-                self.telemetry.counters.completed(&completion);
+                self.ended.push(completion);
                 let Some(client) = self.client_mut(session) else { return };
                 client.complete(&completion, &tables.results[results], results_start);
             }

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! telemetry.counters.add(Metric::…, n)        as things happen: one add and one bit
-//! if telemetry.due(now) {                     at most every PUBLISH_INTERVAL, and before a sleep
+//! if telemetry.due(now) {                     at most every PUBLISH_INTERVAL
 //!     telemetry.set_session(slot, …)          tables; unchanged ones cost a comparison
 //!     telemetry.publish(now)                  changed numbers and the heartbeat
 //! }
@@ -40,7 +40,7 @@ use segment::{NamedSegment, create_segment};
 
 /// Shortest time between two publications of a busy reactor. Long against the microseconds that a
 /// reader needs for a consistent copy, short against anything that a person can see.
-pub const PUBLISH_INTERVAL: Duration = Duration::from_micros(200);
+pub const PUBLISH_INTERVAL: Duration = Duration::from_millis(1);
 /// Shortest time between two readings of the processor clock, which is a system call.
 const CPU_INTERVAL_NS: u64 = 100_000_000;
 
@@ -256,10 +256,14 @@ impl Telemetry {
         self.writer.update_table::<LeaseRow>(leases_group(slot.0), &[]);
     }
 
-    /// Whether [`PUBLISH_INTERVAL`] has passed since the last publication. A reactor that is about
-    /// to sleep publishes without asking.
+    /// Whether [`PUBLISH_INTERVAL`] has passed since the last publication.
     pub const fn due(&self, now: u64) -> bool {
-        now.saturating_sub(self.published_ns) >= PUBLISH_INTERVAL.as_nanos() as u64
+        now >= self.due_at()
+    }
+
+    /// When the next publication is due: a reactor that has something to say sleeps no longer.
+    pub const fn due_at(&self) -> u64 {
+        self.published_ns.saturating_add(PUBLISH_INTERVAL.as_nanos() as u64)
     }
 
     /// Copies every number that changed, and beats. `now` is CLOCK_MONOTONIC in nanoseconds. An

@@ -110,7 +110,7 @@ fn reactor(socket: &Path) -> (std::thread::JoinHandle<bool>, Stopper) {
     })
     .unwrap();
     let mut endpoint = Endpoint::start(
-        Settings::new(&config, epoch),
+        Settings::new(&config, epoch, Duration::ZERO),
         claim.listen().unwrap(),
         HostImporter,
         clock.clone(),
@@ -125,7 +125,7 @@ fn reactor(socket: &Path) -> (std::thread::JoinHandle<bool>, Stopper) {
     });
     let parts = ServiceParts {
         core,
-        device: Box::new(HostDevice::start(pool, bell.ringer()).unwrap()),
+        device: Box::new(HostDevice::start(pool, bell.ringer(), Duration::ZERO).unwrap()),
         storage: None,
         endpoint,
         telemetry,
@@ -133,6 +133,7 @@ fn reactor(socket: &Path) -> (std::thread::JoinHandle<bool>, Stopper) {
         clock,
         // Never asleep: each request is taken by a turn that does nothing else.
         wait: WaitMode::Dedicated,
+        spin_window: Duration::ZERO,
         stop_timeout: Duration::from_secs(5),
     };
     let thread = std::thread::spawn(move || {

@@ -119,4 +119,5 @@ pub mod memory;
 pub mod record;
 pub mod ring;
 pub mod segment;
+pub mod spin;
 pub mod telemetry;

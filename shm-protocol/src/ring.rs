@@ -145,15 +145,21 @@ impl<R: RingRecord> Producer<R> {
         self.published
     }
 
+    /// Slots that were free when the consumer's index was last read; there may be more by now. No
+    /// access to shared memory.
+    #[inline]
+    pub fn free_seen(&self) -> u32 {
+        // Below the capacity: `push` never stages further.
+        self.slots.capacity() - self.position.wrapping_sub(self.consumed) as u32
+    }
+
     /// Slots free now; the consumer can only raise it.
     ///
     /// # Errors
     /// The consumer's index is impossible.
     pub fn free(&mut self) -> Result<u32, RingViolation> {
         self.refresh()?;
-        // Below the capacity: `push` never stages further.
-        let staged = self.position.wrapping_sub(self.consumed) as u32;
-        Ok(self.slots.capacity() - staged)
+        Ok(self.free_seen())
     }
 
     /// Writes the record that `record` makes for the next position. Not visible to the consumer
@@ -273,10 +279,16 @@ impl<R: RingRecord> Consumer<R> {
         self.available
     }
 
-    /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load.
+    /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load, and a
+    /// hint that the next record is about to be read: a spinning consumer then waits for one line
+    /// of its peer's cache, not for two in turn.
     #[inline]
     pub fn ready(&self) -> bool {
-        self.position != self.available || self.position != self.tail.load_acquire()
+        let ready = self.position != self.available || self.position != self.tail.load_acquire();
+        if !ready {
+            self.slots.prefetch(self.position);
+        }
+        ready
     }
 
     /// Takes a copy of the next record, or `None` when the producer published no more.
@@ -290,6 +302,8 @@ impl<R: RingRecord> Consumer<R> {
             // `ring-publish`
             let tail = self.tail.load_acquire();
             if tail == self.position && self.violation.is_none() {
+                // As in `ready`.
+                self.slots.prefetch(self.position);
                 return Ok(None);
             }
             self.advance(tail)?;

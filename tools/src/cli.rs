@@ -10,7 +10,7 @@ use orbitkv_manager::config::usage_line;
 
 use crate::exit::{Exit, ToolError};
 use crate::output::{complain, print};
-use crate::{demo, evict, inspect, replay, serve, simulate, verify};
+use crate::{bench, demo, evict, inspect, replay, serve, simulate, verify};
 
 /// Node-local KV-cache offload for LLM inference engines
 #[derive(Debug, Parser)]
@@ -44,6 +44,11 @@ enum Verb {
     Evict(evict::EvictArgs),
     /// Check every image of a stopped Manager's SSD tier
     Verify(verify::VerifyArgs),
+    /// Measure this machine and OrbitKV on it
+    Bench(bench::BenchVerb),
+    /// One process of a benchmark
+    #[command(hide = true)]
+    BenchPart,
     /// One engine of a replay
     #[command(hide = true)]
     ReplayEngine,
@@ -71,6 +76,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Verb::Inspect(args) => inspect::run(&args),
         Verb::Evict(args) => evict::run(&args),
         Verb::Verify(args) => verify::run(args),
+        Verb::Bench(verb) => bench::run(verb),
+        Verb::BenchPart => Ok(bench::run_part()),
         Verb::ReplayEngine => Ok(replay::run_engine_process()),
     };
     finish(outcome)

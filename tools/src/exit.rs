@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use orbitkv_benches::BenchError;
 use orbitkv_manager::pool::PoolError;
 use orbitkv_manager::ssd::SsdError;
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
@@ -95,6 +96,9 @@ pub(crate) enum ToolError {
         /// Its own last words.
         message: Box<str>,
     },
+    /// A benchmark has no numbers.
+    #[error(transparent)]
+    Bench(BenchError),
     /// SIGINT or SIGTERM.
     #[error("stopped by a signal")]
     Interrupted,
@@ -150,7 +154,18 @@ impl ToolError {
             | Self::Memory(_)
             | Self::Inspect(_) => Exit::System,
             Self::ManagerStart { exit, .. } | Self::Engine { exit, .. } => *exit,
+            Self::Bench(error) => exit_of_bench(error),
             Self::Interrupted | Self::Refused { .. } => Exit::Failed,
         }
+    }
+}
+
+fn exit_of_bench(error: &BenchError) -> Exit {
+    match error {
+        BenchError::System { .. }
+        | BenchError::TooFewCpus { .. }
+        | BenchError::PartFailed { .. } => Exit::System,
+        BenchError::Manager { exit, .. } if *exit > 0 => Exit::from_code(*exit),
+        _ => Exit::Failed,
     }
 }

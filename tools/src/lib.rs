@@ -3,6 +3,7 @@
 // `println!` and `eprintln!` panic when the reader is gone: `output` is the way out.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod bench;
 pub mod cli;
 pub mod content;
 mod demo;

@@ -276,6 +276,7 @@ pub(crate) fn welcome(
         lease_ttl_ms: 30_000,
         query_budget_bytes: 1 << 30,
         session_budget_bytes: 1 << 29,
+        spin_window_ns: 20_000,
     };
     (ManagerMessage::Welcome(welcome), side, descriptors)
 }

@@ -258,13 +258,15 @@ pub struct Settings {
     pub query_budget_bytes: u64,
     /// Told to clients.
     pub session_budget_bytes: u64,
+    /// Told to clients: longest spin that pays on this machine.
+    pub spin_window: Duration,
     /// A page must fit.
     pub dram_bytes: u64,
 }
 
 impl Settings {
-    /// As configured.
-    pub fn new(config: &Config, epoch: Epoch) -> Self {
+    /// As configured, with the spin window that was measured.
+    pub fn new(config: &Config, epoch: Epoch, spin_window: Duration) -> Self {
         Self {
             epoch,
             access: Access::new(&config.socket),
@@ -274,6 +276,7 @@ impl Settings {
             lease_ttl: config.time.lease_ttl,
             query_budget_bytes: config.budget.query_bytes,
             session_budget_bytes: config.budget.session_bytes,
+            spin_window,
             dram_bytes: config.dram.capacity_bytes,
         }
     }

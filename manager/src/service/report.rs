@@ -41,6 +41,7 @@ impl Service {
             self.tables_stale = false;
         }
         self.telemetry.publish(now);
+        self.numbers_stale = false;
     }
 
     fn show_tables(&mut self) {

@@ -1,65 +1,85 @@
 //! When the reactor spins and when it sleeps.
 
-use crate::clock::Clock;
+use std::time::Duration;
+
+use orbitkv_shm_protocol::spin::Spin;
+
+use crate::clock::nanos_of;
 use crate::config::WaitMode;
 use crate::core::Nanos;
 
-/// Spin before a sleep: about one wake of another core, which costs the waker 10 to 20 µs on a
-/// virtual machine.
-const SPIN_NS: Nanos = 25_000;
-/// Fruitless spins in a row after which spinning stops.
-const MISSES_MAX: u32 = 8;
-/// Of the sleeps after that, one in so many is preceded by a spin again.
-const PROBE_EVERY: u32 = 64;
-
-/// Adaptive spinning.
+/// What the reactor does without work.
 #[derive(Debug)]
 pub(super) struct Waiting {
     mode: WaitMode,
-    /// More than one processor is allowed: spinning does not keep the peer from running.
-    several_cores: bool,
-    spinning_since: Option<Nanos>,
-    misses: u32,
-    sleeps: u32,
+    spin: Spin,
+    /// The end of the spin under way.
+    spinning_until: Option<Nanos>,
 }
 
 impl Waiting {
-    pub(super) fn new(mode: WaitMode) -> Self {
-        let several_cores = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1);
-        Self { mode, several_cores, spinning_since: None, misses: 0, sleeps: 0 }
+    /// `window` is how long a spin may take: zero on one processor.
+    pub(super) fn new(mode: WaitMode, window: Duration) -> Self {
+        Self { mode, spin: Spin::new(window), spinning_until: None }
     }
 
     /// Whether to look again instead of sleeping.
-    pub(super) fn may_spin(&mut self, clock: &Clock) -> bool {
+    pub(super) fn may_spin(&mut self, now: Nanos) -> bool {
         if self.mode == WaitMode::Dedicated {
             return true;
         }
-        if !self.several_cores {
-            return false;
+        if let Some(until) = self.spinning_until {
+            return now < until;
         }
-        let now = clock.now();
-        match self.spinning_since {
-            Some(since) => now.saturating_sub(since) < SPIN_NS,
-            None if self.misses >= MISSES_MAX && !self.sleeps.is_multiple_of(PROBE_EVERY) => false,
-            None => {
-                self.spinning_since = Some(now);
-                true
-            }
-        }
+        let due = self.spin.due();
+        self.spinning_until = due.map(|window| now.saturating_add(nanos_of(window)));
+        due.is_some()
     }
 
     /// A turn found work.
     pub(super) fn worked(&mut self) {
-        if self.spinning_since.take().is_some() {
-            self.misses = 0;
+        if self.spinning_until.take().is_some() {
+            self.spin.note(true);
         }
     }
 
     /// A sleep ended.
     pub(super) fn slept(&mut self) {
-        if self.spinning_since.take().is_some() {
-            self.misses = self.misses.saturating_add(1);
+        if self.spinning_until.take().is_some() {
+            self.spin.note(false);
         }
-        self.sleeps = self.sleeps.wrapping_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WINDOW: Duration = Duration::from_nanos(100);
+
+    #[test]
+    fn a_spin_ends_with_its_window_and_starts_anew_after_work() {
+        let mut waiting = Waiting::new(WaitMode::Adaptive, WINDOW);
+        assert!(waiting.may_spin(1_000) && waiting.may_spin(1_099));
+        assert!(!waiting.may_spin(1_100));
+        waiting.slept();
+        assert!(waiting.may_spin(2_000));
+        waiting.worked();
+        assert!(waiting.may_spin(2_099) && waiting.may_spin(2_198) && !waiting.may_spin(2_199));
+    }
+
+    #[test]
+    fn dedicated_spins_for_ever_even_on_one_processor() {
+        let mut waiting = Waiting::new(WaitMode::Dedicated, Duration::ZERO);
+        for now in 0..1_000 {
+            assert!(waiting.may_spin(now * 1_000_000));
+            waiting.slept();
+        }
+    }
+
+    #[test]
+    fn one_processor_never_spins() {
+        let mut waiting = Waiting::new(WaitMode::Adaptive, Duration::ZERO);
+        assert!((0..1_000).all(|now| !waiting.may_spin(now)));
     }
 }

@@ -16,6 +16,7 @@ use orbitkv_manager::device::{
 use orbitkv_manager::image::ImageMemory;
 use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, Refusal, RegionSpec, SegmentSpec};
 use orbitkv_shm_protocol::doorbell::ControlRinger;
+use orbitkv_shm_protocol::spin::WINDOW_UNMEASURED;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
@@ -23,7 +24,7 @@ use crate::child::{ChildMemory, Engine};
 use crate::conformance::{Bench, EngineMemory, Rig, conformance, done_words, pattern};
 
 fn start(images: Arc<dyn ImageMemory>, notify: ControlRinger) -> HostDevice {
-    HostDevice::start(images, notify).expect("threads")
+    HostDevice::start(images, notify, WINDOW_UNMEASURED).expect("threads")
 }
 
 fn this_process() -> PeerHandle {

@@ -150,6 +150,9 @@ pub struct Welcome {
     pub query_budget_bytes: u64,
     /// Bytes of leases that this session may hold.
     pub session_budget_bytes: u64,
+    /// How long a waiter on this machine should spin before it sleeps, in nanoseconds: what
+    /// [`crate::spin::window_of`] makes of the wake that the Manager measured.
+    pub spin_window_ns: u64,
 }
 
 /// Identity of the bytes. Two namespaces that differ in any field never share a page.

@@ -52,6 +52,8 @@ impl Words {
         &self.cells.words32[offset / 4]
     }
 
+    pub(super) fn prefetch(&self, _offset: usize) {}
+
     /// Sleeps while the word holds `seen`, with no timeout: a lost wake is a deadlock, which loom
     /// reports.
     pub(super) fn futex_wait(&self, offset: usize, seen: u32) {

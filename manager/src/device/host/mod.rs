@@ -13,6 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::doorbell::ControlRinger;
+use orbitkv_shm_protocol::spin::Spin;
 use ringbuf::traits::{Consumer, Observer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 
@@ -26,13 +27,6 @@ pub use peer::PeerHandle;
 
 /// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
 const PARK_MAX: Duration = Duration::from_secs(1);
-/// How long a thread that ran out of work looks for more before it sleeps: about twice what a
-/// wake-up costs on a virtual machine.
-const SPIN: Duration = Duration::from_micros(50);
-/// Spins that found nothing after which a thread sleeps at once, except every
-/// [`SPIN_PROBE`]-th time.
-const SPIN_MISSES_MAX: u32 = 8;
-const SPIN_PROBE: u32 = 64;
 
 const RUN: u8 = 0;
 const DRAIN: u8 = 1;
@@ -50,14 +44,20 @@ pub struct HostDevice {
 
 impl HostDevice {
     /// Starts both threads over `images`. `notify` is rung after each end that they make available.
+    /// `spin_window` is how long a thread that ran out of work may look for more before it sleeps.
     ///
     /// # Errors
     ///
     /// The system refused a thread.
-    pub fn start(images: Arc<dyn ImageMemory>, notify: ControlRinger) -> std::io::Result<Self> {
+    pub fn start(
+        images: Arc<dyn ImageMemory>,
+        notify: ControlRinger,
+        spin_window: Duration,
+    ) -> std::io::Result<Self> {
+        let spin = Spin::new(spin_window);
         Ok(Self {
-            save: Lane::start("orbitkv-save", Arc::clone(&images), notify.clone())?,
-            restore: Lane::start("orbitkv-restore", images, notify)?,
+            save: Lane::start("orbitkv-save", Arc::clone(&images), notify.clone(), spin.clone())?,
+            restore: Lane::start("orbitkv-restore", images, notify, spin)?,
             polled_last: Direction::Restore,
         })
     }
@@ -109,6 +109,7 @@ impl Lane {
         name: &'static str,
         images: Arc<dyn ImageMemory>,
         notify: ControlRinger,
+        spin: Spin,
     ) -> std::io::Result<Self> {
         let (commands, taken) = HeapRb::new(COMMANDS_MAX).split();
         // As long as the command queue, and `outstanding` counts both: an end always has room.
@@ -117,7 +118,7 @@ impl Lane {
         let worker_state = Arc::clone(&state);
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             let queues = Queues { commands: taken, ends: ended, notify };
-            work(queues, &worker_state, images.as_ref());
+            work(queues, &worker_state, images.as_ref(), spin);
         })?;
         Ok(Self { commands, ends, state, outstanding: 0, thread: Some(thread) })
     }
@@ -182,11 +183,10 @@ impl Queues {
 
 /// Body of a device thread: one step of a new command, one step of an old one, and so on. So a
 /// short command ends promptly whatever long ones are under way, and none of those starves.
-fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory) {
+fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory, mut spin: Spin) {
     // Holds at most what is outstanding, so that it never grows.
     let mut active = VecDeque::with_capacity(COMMANDS_MAX);
     let mut scratch = copy::Scratch::default();
-    let mut idle = Idle::new();
     loop {
         // Read before the queue: what was submitted before `stop` is then seen below.
         let state_now = state.load(Ordering::Acquire);
@@ -198,7 +198,8 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory) {
             if state_now == DRAIN {
                 return;
             }
-            idle.wait(|| !queues.commands.is_empty() || state.load(Ordering::Relaxed) != RUN);
+            let ready = || !queues.commands.is_empty() || state.load(Ordering::Relaxed) != RUN;
+            wait(&mut spin, ready);
             continue;
         }
         let old = active.pop_front();
@@ -211,36 +212,20 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory) {
     }
 }
 
-/// Waits for work: spins while that has been paying off and there is a core to spare, then parks.
-struct Idle {
-    may_spin: bool,
-    misses: u32,
-    waits: u32,
-}
-
-impl Idle {
-    fn new() -> Self {
-        let cores = thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self { may_spin: cores > 1, misses: 0, waits: 0 }
-    }
-
-    fn wait(&mut self, ready: impl Fn() -> bool) {
-        self.waits = self.waits.wrapping_add(1);
-        let probe = self.waits.is_multiple_of(SPIN_PROBE);
-        if self.may_spin && (self.misses < SPIN_MISSES_MAX || probe) {
-            let start = Instant::now();
-            while start.elapsed() < SPIN {
-                if ready() {
-                    self.misses = 0;
-                    return;
-                }
-                std::hint::spin_loop();
+/// Waits for work: spins while that has been paying off, then parks.
+fn wait(spin: &mut Spin, ready: impl Fn() -> bool) {
+    if let Some(window) = spin.due() {
+        let start = Instant::now();
+        while start.elapsed() < window {
+            if ready() {
+                return spin.note(true);
             }
-            self.misses = self.misses.saturating_add(1);
+            std::hint::spin_loop();
         }
-        // A submit since the last look at the queue left a token that makes this return at once.
-        thread::park_timeout(PARK_MAX);
+        spin.note(false);
     }
+    // A submit since the last look at the queue left a token that makes this return at once.
+    thread::park_timeout(PARK_MAX);
 }
 
 #[cfg(test)]
@@ -302,7 +287,7 @@ mod tests {
             assert!(commands.try_push(command(number, &short, 1)).is_ok());
         }
         let queues = Queues { commands: taken, ends: ended, notify: bell.ringer() };
-        work(queues, &AtomicU8::new(DRAIN), &images);
+        work(queues, &AtomicU8::new(DRAIN), &images, Spin::new(Duration::ZERO));
         let order: Vec<u64> = std::iter::from_fn(|| ends.try_pop())
             .inspect(|end| assert!(end.error.is_none()))
             .map(|end| end.ticket.0)
@@ -318,7 +303,7 @@ mod tests {
         let region = region(1);
         assert!(commands.try_push(command(0, &region, 1)).is_ok());
         let queues = Queues { commands: taken, ends: ended, notify: ControlBell::new().ringer() };
-        work(queues, &AtomicU8::new(ABANDON), &images);
+        work(queues, &AtomicU8::new(ABANDON), &images, Spin::new(Duration::ZERO));
         assert!(ends.try_pop().is_none());
         drop(commands);
         assert_eq!(Arc::strong_count(&region), 1, "an abandoned command was kept");

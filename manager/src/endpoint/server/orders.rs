@@ -14,6 +14,7 @@ use super::super::quarantine::CloseCause;
 use super::super::session::{Order, Rules};
 use super::super::{EndpointEvent, Importer, QuestionId, SessionReady};
 use super::{Question, QuestionKind, Server};
+use crate::clock::nanos_of;
 
 impl<I: Importer> Server<I> {
     pub(super) fn read(&mut self, index: usize) {
@@ -142,6 +143,7 @@ impl<I: Importer> Server<I> {
             lease_ttl_ms: self.settings.lease_ttl.as_millis() as u64,
             query_budget_bytes: self.settings.query_budget_bytes,
             session_budget_bytes: self.settings.session_budget_bytes,
+            spin_window_ns: nanos_of(self.settings.spin_window),
         });
         self.sessions.push(session);
         self.quarantine.attached(self.clock.now(), peer, session);

@@ -66,6 +66,7 @@ fn settings() -> Settings {
         lease_ttl: Duration::from_secs(30),
         query_budget_bytes: 2 << 20,
         session_budget_bytes: 1 << 20,
+        spin_window: Duration::from_micros(20),
         dram_bytes: 512 << 10,
     }
 }

@@ -1,0 +1,113 @@
+//! The control path: how long an engine waits for an answer that moves no bytes, beside what two
+//! processes of the same machine can do at best.
+//!
+//! Two Managers run, each started by `orbitkv serve` with its default settings: one that may use
+//! two cores, one that may use one. Every number is measured once a round, floors and ours in
+//! turn, and the medians of the rounds are reported.
+
+mod bars;
+mod crew;
+mod rounds;
+mod series;
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use crate::error::BenchError;
+use crate::machine::{COMMIT, Machine};
+use crate::manager::Manager;
+use crate::{pages, process};
+pub use bars::Bar;
+use rounds::Rounds;
+pub use series::Row;
+
+/// Clients of the measurements with several.
+pub const CLIENTS: usize = 8;
+/// Chains of 1,024 pages that are saved unless [`Options::chains`] says otherwise.
+pub const CHAINS: u32 = pages::CHAINS;
+
+/// What to measure and for how long.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Rounds; medians need at least five.
+    pub runs: u32,
+    /// Length of one measurement in one round.
+    pub slice: Duration,
+    /// How long the idle Manager is watched.
+    pub idle: Duration,
+    /// Chains of 1,024 pages to save.
+    pub chains: u32,
+    /// The command line, as it is reported.
+    pub command: String,
+    /// Asked again and again; once true the benchmark ends.
+    pub interrupted: fn() -> bool,
+    /// Called after each step with how many are done and how many there are.
+    pub progress: fn(u64, u64),
+}
+
+/// Everything that was measured.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// The numbers, in the order in which they are shown.
+    pub rows: Vec<Row>,
+    /// Numbers beside their bars.
+    pub bars: Vec<Bar>,
+    /// Where they were measured.
+    pub machine: Machine,
+    /// The commit that was measured.
+    pub commit: &'static str,
+    options: Options,
+}
+
+impl Report {
+    /// The same as one JSON object.
+    pub fn to_json(&self) -> Value {
+        let (mut all, mut spread) = (Map::new(), Map::new());
+        for row in &self.rows {
+            series::put(&mut all, &row.name, series::number(row.median));
+            let range = json!({
+                "min": series::number(row.min),
+                "max": series::number(row.max),
+                "rounds": row.rounds,
+            });
+            series::put(&mut spread, &row.name, range);
+        }
+        let options = &self.options;
+        for (name, value) in [
+            ("spread", Value::Object(spread)),
+            ("bars", json!(self.bars)),
+            ("machine", json!(self.machine)),
+            ("commit", json!(self.commit)),
+            ("command", json!(options.command)),
+            ("runs", json!(options.runs)),
+            ("slice_ms", json!(options.slice.as_millis() as u64)),
+            ("idle_seconds", series::number(options.idle.as_secs_f64())),
+            ("pages_resident", json!(options.chains * pages::CHAIN_PAGES)),
+        ] {
+            all.insert(name.to_owned(), value);
+        }
+        Value::Object(all)
+    }
+}
+
+/// Runs the benchmark.
+///
+/// # Errors
+/// See [`BenchError`]; [`BenchError::Wrong`] when any answer was not what it must be. Both Managers
+/// are stopped and nothing is left behind.
+pub fn run(options: Options) -> Result<Report, BenchError> {
+    let cpus = process::cpus().map_err(BenchError::system("read CPU affinity"))?;
+    let [ours, peer] = match cpus[..] {
+        [ours, peer, ..] => [ours, peer],
+        _ => return Err(BenchError::TooFewCpus { cpus: cpus.len() }),
+    };
+    let two = Manager::start(&[ours, peer], options.interrupted)?;
+    let one = Manager::start(&[ours], options.interrupted)?;
+    let rows = Rounds::new(&options, [ours, peer], &two, &one).run()?;
+    two.stop()?;
+    one.stop()?;
+    let bars = bars::compare(&rows);
+    let machine = Machine::read(cpus.len());
+    Ok(Report { rows, bars, machine, commit: COMMIT, options })
+}

@@ -1,0 +1,59 @@
+//! Why a benchmark has no numbers.
+
+use std::io;
+
+/// Why a benchmark ended without numbers.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// An answer was not what it must be: whatever was measured is worth nothing.
+    #[error("wrong answer: {0}")]
+    Wrong(Box<str>),
+    /// A system call failed.
+    #[error("{operation}: {source}")]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The control path is measured between two cores.
+    #[error("this process may use {cpus} CPU; the measurement needs 2: widen its affinity")]
+    TooFewCpus {
+        /// CPUs that it may use.
+        cpus: usize,
+    },
+    /// The Manager was not ready, or did not stop, as it should.
+    #[error("orbitkv serve: {message}")]
+    Manager {
+        /// The code it ended with; 0 when it did not end.
+        exit: u8,
+        /// Its own last words.
+        message: Box<str>,
+    },
+    /// A process of the benchmark gave no answer.
+    #[error("the part {part} of the benchmark gave no answer: {cause}")]
+    Part {
+        /// Which.
+        part: &'static str,
+        /// What was seen instead.
+        cause: &'static str,
+    },
+    /// A process of the benchmark could not do its work.
+    #[error("{part}: {message}")]
+    PartFailed {
+        /// Which.
+        part: &'static str,
+        /// Its own last words.
+        message: Box<str>,
+    },
+    /// A signal.
+    #[error("stopped by a signal")]
+    Interrupted,
+}
+
+impl BenchError {
+    /// Wraps a failed call.
+    pub(crate) fn system<E: Into<io::Error>>(operation: &'static str) -> impl FnOnce(E) -> Self {
+        move |error| Self::System { operation, source: error.into() }
+    }
+}

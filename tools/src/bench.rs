@@ -1,0 +1,123 @@
+//! `bench`: what the library of benchmarks measures, as a table and as JSON.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use orbitkv_benches::BenchError;
+use orbitkv_benches::control::{self, Options, Report};
+use orbitkv_manager::units::parse_duration;
+
+use crate::exit::{Exit, ToolError};
+use crate::output::{Output, print};
+use crate::replay::within;
+use crate::signal;
+use crate::table::Table;
+
+/// Most rounds.
+const RUNS_MAX: u64 = 100;
+
+/// Flags of `bench`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub(crate) struct BenchVerb {
+    #[command(subcommand)]
+    kind: Kind,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Subcommand)]
+enum Kind {
+    /// Round trips that move no bytes, beside the floors of this machine
+    Control(ControlArgs),
+}
+
+/// Flags of `bench control`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+struct ControlArgs {
+    /// Rounds; every number is the median over them
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = within(1, RUNS_MAX))]
+    runs: u64,
+    /// Length of one measurement in one round
+    #[arg(long, value_name = "DUR", default_value = "100ms", value_parser = parse_duration)]
+    slice: Duration,
+    /// How long the idle Manager is watched
+    #[arg(long, value_name = "DUR", default_value = "30s", value_parser = parse_duration)]
+    idle: Duration,
+    /// Chains of 1024 pages that are saved first
+    #[arg(long, value_name = "N", default_value_t = u64::from(control::CHAINS), value_parser = within(1, 10_000))]
+    chains: u64,
+    /// Write every number as JSON
+    #[arg(long, value_name = "OUT")]
+    json: Option<PathBuf>,
+}
+
+/// Runs the verb.
+pub(crate) fn run(verb: BenchVerb) -> Result<Exit, ToolError> {
+    let Kind::Control(args) = verb.kind;
+    let json = Output::open("json", args.json)?;
+    signal::install()?;
+    let report = control::run(Options {
+        runs: args.runs as u32,
+        slice: args.slice,
+        idle: args.idle,
+        chains: args.chains as u32,
+        command: command_line(),
+        interrupted: || signal::check().is_err(),
+        progress: |_, _| {},
+    })?;
+    print(table(&report))?;
+    if let Some(json) = json {
+        json.json(&report.to_json())?;
+    }
+    Ok(Exit::Ok)
+}
+
+/// One process of a benchmark.
+pub(crate) fn run_part() -> Exit {
+    if orbitkv_benches::part::run() { Exit::Ok } else { Exit::Failed }
+}
+
+/// The command line without the folder of the program.
+fn command_line() -> String {
+    let arguments = std::env::args_os().skip(1);
+    let words = arguments.map(|word| word.to_string_lossy().into_owned());
+    std::iter::once("orbitkv".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
+}
+
+fn table(report: &Report) -> String {
+    let mut numbers = Table::new(&["number", "median", "min", "max", "rounds"]);
+    for row in &report.rows {
+        let rounds = row.rounds.to_string();
+        numbers.row([row.name.clone(), short(row.median), short(row.min), short(row.max), rounds]);
+    }
+    let mut bars = Table::new(&["bar", "value", "limit", "", "rule"]);
+    for bar in &report.bars {
+        let verdict = if bar.pass { "pass" } else { "MISS" };
+        let (value, limit) = (short(bar.value), short(bar.limit));
+        bars.row([bar.name.to_owned(), value, limit, verdict.to_owned(), bar.rule.to_owned()]);
+    }
+    let machine = &report.machine;
+    format!(
+        "{numbers}\n{bars}\n{} with {} CPUs, Linux {}; commit {}\n",
+        machine.cpu, machine.cpus, machine.kernel, report.commit
+    )
+}
+
+/// Three significant digits or so.
+fn short(value: f64) -> String {
+    match value {
+        whole if whole.fract() == 0.0 => format!("{whole:.0}"),
+        large if large.abs() >= 100.0 => format!("{large:.0}"),
+        middle if middle.abs() >= 1.0 => format!("{middle:.1}"),
+        small => format!("{small:.4}"),
+    }
+}
+
+impl From<BenchError> for ToolError {
+    fn from(error: BenchError) -> Self {
+        match error {
+            BenchError::Interrupted => Self::Interrupted,
+            BenchError::System { operation, source } => Self::System { operation, source },
+            other => Self::Bench(other),
+        }
+    }
+}
