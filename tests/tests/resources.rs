@@ -36,7 +36,9 @@ fn round_trip(manager: &Manager, sequence: u64) {
 /// Lines of the log at level WARN.
 fn warnings(manager: &Manager) -> Vec<String> {
     let log = manager.setup().log();
-    log.lines().filter(|line| line.contains(" WARN ")).map(str::to_owned).collect()
+    let warned = log.lines().filter(|line| line.contains(" WARN "));
+    // That the machine is busy is no finding here.
+    warned.filter(|line| !line.contains("too busy")).map(str::to_owned).collect()
 }
 
 /// Goal: a /dev/shm that cannot hold what the Manager needs is found at the start, with path, both

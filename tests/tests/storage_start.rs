@@ -32,7 +32,9 @@ fn round_trip(manager: &Manager, sequence: u64) {
 
 fn warnings(manager: &Manager) -> Vec<String> {
     let log = manager.setup().log();
-    log.lines().filter(|line| line.contains(" WARN ")).map(str::to_owned).collect()
+    let warned = log.lines().filter(|line| line.contains(" WARN "));
+    // That the machine is busy is no finding here.
+    warned.filter(|line| !line.contains("too busy")).map(str::to_owned).collect()
 }
 
 fn state(manager: &Manager) -> &'static str {
