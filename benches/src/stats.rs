@@ -39,15 +39,33 @@ impl Samples {
     /// Sorts the samples and reads the percentiles, each divided by `parts`.
     pub(crate) fn summary(&mut self, ticks: Ticks, parts: u32) -> Summary {
         self.ticks.sort_unstable();
-        let at = |share: f64| {
-            let index = ((self.ticks.len() as f64 * share) as usize).min(self.ticks.len() - 1);
-            ticks.ns(self.ticks[index]) / f64::from(parts)
-        };
-        if self.ticks.is_empty() {
+        let samples = self.ticks.len();
+        if samples == 0 {
             return Summary::default();
         }
-        Summary { p50_ns: at(0.5), p99_ns: at(0.99), samples: self.ticks.len() as u64 }
+        let p99 = self.ticks[samples * 99 / 100];
+        let each = |in_ticks: f64| ticks.ns(in_ticks) / f64::from(parts);
+        Summary {
+            p50_ns: each(middle_of(&self.ticks)),
+            p99_ns: each(p99 as f64),
+            samples: samples as u64,
+        }
     }
+}
+
+/// Median of sorted samples, at least one. A counter may advance in steps (10 ns on some virtual
+/// machines), so that most samples of a short round trip are one of two numbers: the median is
+/// then read between them, as far into the samples that look alike as it lies.
+fn middle_of(sorted: &[u64]) -> f64 {
+    let middle = sorted[sorted.len() / 2];
+    let first = sorted.partition_point(|sample| *sample < middle);
+    let end = sorted.partition_point(|sample| *sample <= middle);
+    let below = if first > 0 { sorted[first - 1] } else { middle };
+    let above = sorted.get(end).copied().unwrap_or(middle);
+    let low = f64::midpoint(below as f64, middle as f64);
+    let high = f64::midpoint(middle as f64, above as f64);
+    let depth = (sorted.len() as f64 / 2.0 - first as f64) / (end - first) as f64;
+    low + (high - low) * depth
 }
 
 /// What a measurement came to.
@@ -95,7 +113,16 @@ mod tests {
         }
         let summary = samples.summary(ticks, 10);
         assert_eq!(summary.samples, 1000);
-        assert!((summary.p50_ns - ticks.ns(501) / 10.0).abs() < 1e-9);
-        assert!((summary.p99_ns - ticks.ns(991) / 10.0).abs() < 1e-9);
+        assert!((summary.p50_ns - ticks.ns(500.5) / 10.0).abs() < 1e-9);
+        assert!((summary.p99_ns - ticks.ns(991.0) / 10.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_median_lies_between_the_steps_of_the_counter() {
+        assert_eq!(middle_of(&[7]), 7.0);
+        assert_eq!(middle_of(&[10, 20, 30]), 20.0);
+        // 60 samples of 100 and 40 of 110: the step of 100 ends at 105, 5/6 of it lie below.
+        let steps: Vec<u64> = [[100; 60].as_slice(), &[110; 40]].concat();
+        assert!((middle_of(&steps) - (100.0 + 5.0 * 5.0 / 6.0)).abs() < 1e-9);
     }
 }

@@ -51,7 +51,7 @@ pub(crate) fn measure(
             last = now;
         }
     }
-    let seconds = ticks.ns(last - first.unwrap_or(last)) / 1e9;
+    let seconds = ticks.ns((last - first.unwrap_or(last)) as f64) / 1e9;
     let per_second = if counted > 0 { counted as f64 / seconds } else { 0.0 };
     Ok(Rate { per_second, latency: samples.summary(ticks, 1) })
 }

@@ -42,8 +42,8 @@ impl Ticks {
     }
 
     /// A number of ticks, in nanoseconds.
-    pub(crate) fn ns(self, ticks: u64) -> f64 {
-        ticks as f64 * self.ns_per_tick
+    pub(crate) fn ns(self, ticks: f64) -> f64 {
+        ticks * self.ns_per_tick
     }
 
     /// A duration, in ticks.
@@ -61,9 +61,9 @@ mod tests {
         let ticks = Ticks::calibrate();
         let (began, first) = (Instant::now(), now());
         std::thread::sleep(Duration::from_millis(20));
-        let (ours, theirs) = (ticks.ns(now() - first), began.elapsed().as_nanos() as f64);
+        let (ours, theirs) = (ticks.ns((now() - first) as f64), began.elapsed().as_nanos() as f64);
         assert!((ours / theirs - 1.0).abs() < 0.2, "{ours} ns against {theirs} ns");
-        let back = ticks.ns(ticks.of(Duration::from_millis(5)));
+        let back = ticks.ns(ticks.of(Duration::from_millis(5)) as f64);
         assert!((back / 5e6 - 1.0).abs() < 1e-3);
     }
 }

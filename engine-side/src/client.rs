@@ -145,6 +145,13 @@ impl Client {
     /// [`Gone`] when the session is over and every operation was returned.
     #[inline]
     pub fn poll(&mut self) -> Result<Option<Completion>, Gone> {
+        if self.bound.enter()?.is_silent() {
+            return Ok(None);
+        }
+        self.take()
+    }
+
+    fn take(&mut self) -> Result<Option<Completion>, Gone> {
         let polled = self.bound.enter()?.poll();
         match polled {
             Ok(None) => Ok(None),

@@ -38,9 +38,10 @@ pub struct StageTimes {
     pub prepared_ns: u64,
     /// The last byte was copied.
     pub copied_ns: u64,
-    /// The Manager published the completion.
+    /// The Manager published the completion. Of a kind without
+    /// [stages](orbitkv_shm_protocol::record::RequestKind::has_stages): when it was taken.
     pub published_ns: u64,
-    /// This client took the completion from its ring.
+    /// This client took the completion from its ring; zero for a kind without stages.
     pub observed_ns: u64,
 }
 

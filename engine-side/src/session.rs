@@ -54,6 +54,9 @@ pub(crate) struct Session {
     /// Found while results were read, acted upon by the next poll.
     result_fault: Cell<Option<ProtocolFault>>,
     gone: Option<Gone>,
+    /// Results are readable or the session is over: a poll has something to do whatever the ring
+    /// says. A result fault is only found while results are readable.
+    attention: bool,
 }
 
 impl Session {
@@ -72,6 +75,7 @@ impl Session {
             readable: None,
             result_fault: Cell::new(None),
             gone: None,
+            attention: false,
         }
     }
 
@@ -85,6 +89,7 @@ impl Session {
     pub(crate) fn lose(&mut self, gone: Gone) {
         if self.gone.is_none() || matches!(gone, Gone::Protocol(_)) {
             self.gone = Some(gone);
+            self.attention = true;
         }
     }
 
@@ -204,11 +209,17 @@ impl Session {
             || self.state() == SessionState::Closed
     }
 
-    /// The next completion, if there is one.
+    /// Whether a [`poll`](Self::poll) would find nothing and do nothing: a few loads.
     #[inline]
+    pub(crate) fn is_silent(&self) -> bool {
+        self.side.completions.is_idle() && !self.attention && self.side.is_open()
+    }
+
+    /// The next completion, if there is one.
     pub(crate) fn poll(&mut self) -> Result<Option<Completion>, Gone> {
         if let Some(readable) = self.readable.take() {
             self.ranges.release(readable.range);
+            self.attention = self.gone.is_some();
         }
         if let Some(fault) = self.result_fault.get() {
             self.lose(Gone::Protocol(fault));
@@ -235,7 +246,6 @@ impl Session {
         }
     }
 
-    #[inline]
     fn accept_or_fail(&mut self, record: &CompletionRecord) -> Result<Option<Completion>, Gone> {
         self.side.completions.release();
         match self.accept(record) {
@@ -301,6 +311,7 @@ impl Session {
         if issued.range.len > 0 {
             let Issued { range, pages, .. } = issued;
             self.readable = Some(Readable { operation, range, pages });
+            self.attention = true;
         }
         Ok(self.completion(&answer))
     }
@@ -333,7 +344,7 @@ impl Session {
                 prepared_ns: answer.prepared_ns,
                 copied_ns: answer.copied_ns,
                 published_ns: answer.published_ns,
-                observed_ns: monotonic_ns(),
+                observed_ns: if answer.kind.has_stages() { monotonic_ns() } else { 0 },
             },
         }
     }

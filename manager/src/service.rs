@@ -202,16 +202,18 @@ impl Service {
     fn turn(&mut self) -> bool {
         let now = self.clock.now();
         self.turns += 1;
-        let mut progress = self.retry_refused();
+        // What needs no copy and no disk is answered at once, before anything else is looked at.
+        let mut progress = self.take_requests(now);
+        self.execute(now);
+        progress |= self.retry_refused();
         progress |= self.take_endpoint_events(now);
         progress |= self.take_copy_ends(now);
         progress |= self.take_storage_ends(now);
-        progress |= self.take_requests(now);
         if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.core.handle(now, Event::Tick, &mut self.effects);
         }
         self.core.pump(now, &mut self.effects);
-        progress |= self.execute();
+        progress |= self.execute(now);
         progress |= self.answer_evictions(now);
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
@@ -260,7 +262,7 @@ impl Service {
     /// looked at by the next turn.
     fn look_at_rings(&self) {
         for _ in 0..LOOKS_PER_SPIN {
-            let asking = |client: &Client| !client.closed && client.segments.requests.ready();
+            let asking = |client: &Client| !client.closed && !client.segments.requests.is_idle();
             if self.clients.iter().any(asking) {
                 return;
             }
@@ -273,15 +275,11 @@ impl Service {
         if let Some(deadline) = self.core.next_deadline() {
             timeout = timeout.min(Duration::from_nanos(deadline.saturating_sub(now)));
         }
-        if self.numbers_stale {
-            let due = self.telemetry.due_at().saturating_sub(now);
-            timeout = timeout.min(Duration::from_nanos(due));
-        }
-        if self.tables_stale {
-            // What inspection shows lags behind by one interval at most.
-            let shown = self.tables_shown_ns.saturating_add(self.tables_interval_ns);
-            let due = Duration::from_nanos(shown.saturating_sub(now));
-            timeout = timeout.min(due.max(Duration::from_micros(100)));
+        if self.numbers_stale || self.tables_stale {
+            // What inspection shows lags behind by two of them at most. Never what is left of one:
+            // a timeout below the scheduler's tick sets the processor's timer, which costs more
+            // than all the rest of a sleep in a virtual machine.
+            timeout = timeout.min(Duration::from_nanos(self.tables_interval_ns));
         }
         // Nobody rings when a queue that was full has room again, or when a stop is to advance.
         let behind = !self.refused.is_empty() || !self.replies.is_empty();
@@ -499,15 +497,19 @@ impl Service {
         Some(&mut self.clients[at])
     }
 
-    /// Executes every effect in order, then wakes whoever has new completions.
-    fn execute(&mut self) -> bool {
+    /// Executes every effect in order, in a turn that began at `now`, then wakes whoever has new completions.
+    fn execute(&mut self, now: Nanos) -> bool {
         if self.effects.list.is_empty() {
             return false;
         }
         std::mem::swap(&mut self.effects, &mut self.executing);
         let mut tables = std::mem::take(&mut self.executing);
         let mut list = std::mem::take(&mut tables.list);
-        let published_ns = self.clock.now();
+        let staged = |effect: &Effect| match effect {
+            Effect::Complete { completion, .. } => completion.kind.has_stages(),
+            _ => true,
+        };
+        let published_ns = if list.iter().any(staged) { self.clock.now() } else { now };
         for effect in list.drain(..) {
             self.effect(effect, &tables, published_ns);
         }
@@ -643,7 +645,7 @@ impl Service {
             false
         });
         self.evictions = waiting;
-        self.execute()
+        self.execute(now)
     }
 
     fn begin_stop(&mut self, now: Nanos) {
@@ -678,7 +680,7 @@ impl Service {
                 self.reply(EndpointReply::Close { session, cause: CloseCause::Stopping });
             }
         }
-        self.execute();
+        self.execute(now);
         true
     }
 

@@ -258,12 +258,7 @@ impl Telemetry {
 
     /// Whether [`PUBLISH_INTERVAL`] has passed since the last publication.
     pub const fn due(&self, now: u64) -> bool {
-        now >= self.due_at()
-    }
-
-    /// When the next publication is due: a reactor that has something to say sleeps no longer.
-    pub const fn due_at(&self) -> u64 {
-        self.published_ns.saturating_add(PUBLISH_INTERVAL.as_nanos() as u64)
+        now.saturating_sub(self.published_ns) >= PUBLISH_INTERVAL.as_nanos() as u64
     }
 
     /// Copies every number that changed, and beats. `now` is CLOCK_MONOTONIC in nanoseconds. An

@@ -28,8 +28,6 @@ pub const SECTION_ALIGN: usize = 4096;
 /// Distance between two words that different processes write, in bytes: two cache lines, because
 /// adjacent-line prefetch makes neighbours contend.
 pub const WORD_BLOCK: usize = 128;
-/// Bytes that the processor moves between cores at once.
-pub(crate) const CACHE_LINE: usize = 64;
 
 /// Offset of the header in both segments.
 pub const HEADER_OFFSET: usize = 0;

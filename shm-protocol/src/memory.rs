@@ -27,7 +27,7 @@ use std::sync::atomic::Ordering;
 use bytemuck::Pod;
 use rustix::io::Errno;
 
-use crate::layout::{CACHE_LINE, SECTION_ALIGN};
+use crate::layout::SECTION_ALIGN;
 use mapping::Mapping;
 
 pub(crate) use futex::wait_many as futex_wait_many;
@@ -39,6 +39,7 @@ mod mapping;
 #[cfg_attr(loom, path = "memory/words_loom.rs")]
 mod words;
 
+use words::At;
 #[cfg(loom)]
 pub use words::omit_fence;
 pub use words::{FenceSide, full_fence};
@@ -164,7 +165,9 @@ impl SharedMemory {
     pub fn load_acquire<W: Word>(&self, offset: usize) -> W {
         self.check::<W>(offset, 1);
         // SAFETY: checked just above.
-        unsafe { W::load(self, offset, Ordering::Acquire) }
+        let at = unsafe { self.words.at(offset) };
+        // SAFETY: checked just above.
+        unsafe { W::load(self, at, Ordering::Acquire) }
     }
 
     /// Stores a word; whoever acquires it sees everything written before.
@@ -176,7 +179,9 @@ impl SharedMemory {
         self.check::<W>(offset, 1);
         self.check_writable();
         // SAFETY: checked just above.
-        unsafe { W::store(self, offset, value, Ordering::Release) }
+        let at = unsafe { self.words.at(offset) };
+        // SAFETY: checked just above.
+        unsafe { W::store(self, at, value, Ordering::Release) }
     }
 
     /// The reading end of one word that another process writes.
@@ -185,7 +190,9 @@ impl SharedMemory {
     /// When the word does not lie inside the range or is not aligned.
     pub fn word_reader<W: Word>(&self, offset: usize) -> WordReader<W> {
         self.check::<W>(offset, 1);
-        WordReader { memory: self.clone(), offset, word: PhantomData }
+        // SAFETY: checked just above.
+        let at = unsafe { self.words.at(offset) };
+        WordReader { memory: self.clone(), offset, at, word: PhantomData }
     }
 
     /// The writing end of one word; this process is its only writer.
@@ -195,7 +202,9 @@ impl SharedMemory {
     pub fn word_writer<W: Word>(&self, offset: usize) -> WordWriter<W> {
         self.check::<W>(offset, 1);
         self.check_writable();
-        WordWriter { memory: self.clone(), offset, word: PhantomData }
+        // SAFETY: checked just above.
+        let at = unsafe { self.words.at(offset) };
+        WordWriter { memory: self.clone(), offset, at, word: PhantomData }
     }
 
     /// The reading end of a ring's `capacity` slots from `offset` on.
@@ -322,38 +331,38 @@ mod sealed {
 /// An integer that lies in shared memory as one atomic word: `u32` or `u64`.
 pub trait Word: Pod + sealed::Sealed {
     /// # Safety
-    /// The word at `offset` lies inside `memory` and is aligned.
+    /// A word of this type that lies inside `memory` and is aligned is at `at`.
     #[doc(hidden)]
-    unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self;
+    unsafe fn load(memory: &SharedMemory, at: At, ordering: Ordering) -> Self;
     /// # Safety
     /// As `load`, and the memory is writable.
     #[doc(hidden)]
-    unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering);
+    unsafe fn store(memory: &SharedMemory, at: At, value: Self, ordering: Ordering);
 }
 
 impl Word for u32 {
     #[inline]
-    unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self {
+    unsafe fn load(memory: &SharedMemory, at: At, ordering: Ordering) -> Self {
         // SAFETY: passed on to the caller.
-        unsafe { memory.words.word32(offset) }.load(ordering)
+        unsafe { memory.words.at32(at) }.load(ordering)
     }
     #[inline]
-    unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering) {
+    unsafe fn store(memory: &SharedMemory, at: At, value: Self, ordering: Ordering) {
         // SAFETY: passed on to the caller.
-        unsafe { memory.words.word32(offset) }.store(value, ordering);
+        unsafe { memory.words.at32(at) }.store(value, ordering);
     }
 }
 
 impl Word for u64 {
     #[inline]
-    unsafe fn load(memory: &SharedMemory, offset: usize, ordering: Ordering) -> Self {
+    unsafe fn load(memory: &SharedMemory, at: At, ordering: Ordering) -> Self {
         // SAFETY: passed on to the caller.
-        unsafe { memory.words.word64(offset) }.load(ordering)
+        unsafe { memory.words.at64(at) }.load(ordering)
     }
     #[inline]
-    unsafe fn store(memory: &SharedMemory, offset: usize, value: Self, ordering: Ordering) {
+    unsafe fn store(memory: &SharedMemory, at: At, value: Self, ordering: Ordering) {
         // SAFETY: passed on to the caller.
-        unsafe { memory.words.word64(offset) }.store(value, ordering);
+        unsafe { memory.words.at64(at) }.store(value, ordering);
     }
 }
 
@@ -362,6 +371,8 @@ impl Word for u64 {
 pub struct WordReader<W> {
     memory: SharedMemory,
     offset: usize,
+    /// Where `offset` is: this load is the whole of an empty poll.
+    at: At,
     word: PhantomData<W>,
 }
 
@@ -370,14 +381,14 @@ impl<W: Word> WordReader<W> {
     #[inline]
     pub fn load_relaxed(&self) -> W {
         // SAFETY: offset and alignment were checked when `self` was made.
-        unsafe { W::load(&self.memory, self.offset, Ordering::Relaxed) }
+        unsafe { W::load(&self.memory, self.at, Ordering::Relaxed) }
     }
 
     /// The value now; what its writer wrote before releasing it is visible afterwards.
     #[inline]
     pub fn load_acquire(&self) -> W {
         // SAFETY: offset and alignment were checked when `self` was made.
-        unsafe { W::load(&self.memory, self.offset, Ordering::Acquire) }
+        unsafe { W::load(&self.memory, self.at, Ordering::Acquire) }
     }
 }
 
@@ -386,6 +397,7 @@ impl<W: Word> WordReader<W> {
 pub struct WordWriter<W> {
     memory: SharedMemory,
     offset: usize,
+    at: At,
     word: PhantomData<W>,
 }
 
@@ -394,14 +406,14 @@ impl<W: Word> WordWriter<W> {
     #[inline]
     pub fn store_relaxed(&self, value: W) {
         // SAFETY: offset, alignment and permission were checked when `self` was made.
-        unsafe { W::store(&self.memory, self.offset, value, Ordering::Relaxed) }
+        unsafe { W::store(&self.memory, self.at, value, Ordering::Relaxed) }
     }
 
     /// Stores a value; whoever acquires it sees everything written before.
     #[inline]
     pub fn store_release(&self, value: W) {
         // SAFETY: offset, alignment and permission were checked when `self` was made.
-        unsafe { W::store(&self.memory, self.offset, value, Ordering::Release) }
+        unsafe { W::store(&self.memory, self.at, value, Ordering::Release) }
     }
 }
 
@@ -448,13 +460,28 @@ impl<R: Pod> SlotReader<R> {
         unsafe { self.memory.read_unchecked(offset) }
     }
 
-    /// Asks the cache for the lines of the record at a position. Says nothing about what is there.
+    /// Where the record at a position will be read from.
     #[inline]
-    pub fn prefetch(&self, position: u64) {
+    pub(crate) fn place(&self, position: u64) -> RecordPlace<R> {
         let offset = slot_offset::<R>(self.offset, self.mask, position);
-        for line in (0..size_of::<R>()).step_by(CACHE_LINE) {
-            self.memory.words.prefetch(offset + line);
-        }
+        // SAFETY: the masked index is below the capacity that was checked when `self` was made.
+        RecordPlace { at: unsafe { self.memory.words.at(offset) }, record: PhantomData }
+    }
+}
+
+/// The place of one record.
+#[derive(Debug)]
+pub(crate) struct RecordPlace<R> {
+    at: At,
+    record: PhantomData<fn() -> R>,
+}
+
+impl<R> RecordPlace<R> {
+    /// Asks the cache for the first line of the record; processors fetch the neighbour with it.
+    /// Says nothing about what is there.
+    #[inline]
+    pub(crate) fn prefetch(&self) {
+        self.at.prefetch();
     }
 }
 

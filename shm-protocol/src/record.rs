@@ -437,12 +437,22 @@ fn check_addressed(
     Ok(())
 }
 
+impl RequestKind {
+    /// Whether its time is spent in stages: its completion then carries when each was passed. For
+    /// the others a look at the clock would be a good part of their cost and tell nothing.
+    #[inline]
+    pub const fn has_stages(self) -> bool {
+        matches!(self, Self::Save | Self::Query | Self::Restore | Self::Prepare)
+    }
+}
+
 impl Request {
     /// Reads the operation out of a private copy of a record. Session, epoch and sequence are the
     /// ring's business and not looked at.
     ///
     /// # Errors
     /// The first field whose value no kind of request allows.
+    #[inline]
     pub fn decode(record: &RequestRecord) -> Result<Self, BadField> {
         let bad = |field, value: u64| Err(BadField { field, value });
         let Some(kind) = RequestKind::from_raw(record.kind) else {
@@ -504,6 +514,7 @@ impl Request {
     }
 
     /// The record that [`decode`](Self::decode) reads back as `self`, addressed to one session.
+    #[inline]
     pub fn encode(&self, session: SessionId, epoch: Epoch, sequence: u64) -> RequestRecord {
         let mut record = RequestRecord {
             session: session.0,
@@ -592,6 +603,7 @@ pub struct Completion {
 
 impl Completion {
     /// An `Ok` completion without counts, to be filled in.
+    #[inline]
     pub const fn ok(operation: OperationId, kind: RequestKind) -> Self {
         Self {
             operation,
@@ -618,6 +630,7 @@ impl Completion {
     ///
     /// # Errors
     /// The first field whose value no Manager writes.
+    #[inline]
     pub fn decode(record: &CompletionRecord) -> Result<Self, BadField> {
         let bad = |field, value: u16| BadField { field, value: value.into() };
         Ok(Self {
@@ -645,6 +658,7 @@ impl Completion {
     }
 
     /// The record that [`decode`](Self::decode) reads back as `self`.
+    #[inline]
     pub fn encode(&self, session: SessionId, epoch: Epoch, sequence: u64) -> CompletionRecord {
         CompletionRecord {
             session: session.0,

@@ -8,7 +8,7 @@
 
 use bytemuck::Pod;
 
-use crate::memory::{SlotReader, SlotWriter, WordReader, WordWriter};
+use crate::memory::{RecordPlace, SlotReader, SlotWriter, WordReader, WordWriter};
 use crate::record::{CompletionRecord, RequestRecord};
 
 /// A record that carries the ring position it was written for.
@@ -234,6 +234,8 @@ pub struct Consumer<R> {
     released: u64,
     /// Last valid value of the producer's index.
     available: u64,
+    /// Where the record at `position` is.
+    next: RecordPlace<R>,
     violation: Option<RingViolation>,
 }
 
@@ -246,6 +248,7 @@ impl<R: RingRecord> Consumer<R> {
         start: u64,
     ) -> Self {
         Self {
+            next: slots.place(start),
             slots,
             tail,
             head,
@@ -279,16 +282,19 @@ impl<R: RingRecord> Consumer<R> {
         self.available
     }
 
-    /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load, and a
-    /// hint that the next record is about to be read: a spinning consumer then waits for one line
-    /// of its peer's cache, not for two in turn.
+    /// Whether [`pop`](Self::pop) has something to say: a record or a violation. One load.
     #[inline]
     pub fn ready(&self) -> bool {
-        let ready = self.position != self.available || self.position != self.tail.load_acquire();
-        if !ready {
-            self.slots.prefetch(self.position);
-        }
-        ready
+        self.position != self.available || self.position != self.tail.load_acquire()
+    }
+
+    /// Whether the producer published nothing that was not taken: what a spinning consumer asks.
+    /// One load, and a hint that the next record is about to be read, so that it waits for both
+    /// lines of its peer's cache at once and not for one after the other.
+    #[inline]
+    pub fn is_idle(&self) -> bool {
+        self.next.prefetch();
+        self.tail.load_acquire() == self.position
     }
 
     /// Takes a copy of the next record, or `None` when the producer published no more.
@@ -302,8 +308,6 @@ impl<R: RingRecord> Consumer<R> {
             // `ring-publish`
             let tail = self.tail.load_acquire();
             if tail == self.position && self.violation.is_none() {
-                // As in `ready`.
-                self.slots.prefetch(self.position);
                 return Ok(None);
             }
             self.advance(tail)?;
@@ -313,6 +317,7 @@ impl<R: RingRecord> Consumer<R> {
             return Err(self.wrong_sequence(record.sequence()));
         }
         self.position = self.position.wrapping_add(1);
+        self.next = self.slots.place(self.position);
         Ok(Some(record))
     }
 

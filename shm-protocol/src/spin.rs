@@ -17,7 +17,7 @@ pub const WINDOW_MIN: Duration = Duration::from_micros(5);
 pub const WINDOW_MAX: Duration = Duration::from_micros(100);
 
 /// Window where no wake could be measured.
-pub const WINDOW_UNMEASURED: Duration = Duration::from_micros(25);
+pub const WINDOW_UNMEASURED: Duration = Duration::from_micros(50);
 
 /// The longest spin that is worth its time where waking a sleeper takes `wake`: half as long
 /// again, between [`WINDOW_MIN`] and [`WINDOW_MAX`].
@@ -25,11 +25,15 @@ pub fn window_of(wake: Duration) -> Duration {
     (wake.saturating_mul(3) / 2).clamp(WINDOW_MIN, WINDOW_MAX)
 }
 
-/// The window that this thread may use of one that was measured: none where it may run on one
-/// processor only, because a spin there only keeps the peer from running.
+/// The window that a waiter may use of one that was measured: none on a machine with one processor,
+/// where a spin only keeps the peer from running.
+///
+/// A waiter that is bound to one processor of several spins: its peer may run on another. Where it
+/// does not, every spin is in vain, and [`Spin`] stops after a few.
 pub fn window_here(window: Duration) -> Duration {
-    let second_cpu = rustix::thread::sched_getaffinity(None).is_ok_and(|cpus| cpus.count() > 1);
-    if second_cpu { window.min(WINDOW_MAX) } else { Duration::ZERO }
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online");
+    let single = online.is_ok_and(|list| list.trim() == "0");
+    if single { Duration::ZERO } else { window.min(WINDOW_MAX) }
 }
 
 /// The adaptive decision of one waiter.

@@ -10,6 +10,7 @@ use orbitkv_manager::units::parse_duration;
 
 use crate::exit::{Exit, ToolError};
 use crate::output::{Output, print};
+use crate::progress::{Progress, State};
 use crate::replay::within;
 use crate::signal;
 use crate::table::Table;
@@ -48,25 +49,36 @@ struct ControlArgs {
     /// Write every number as JSON
     #[arg(long, value_name = "OUT")]
     json: Option<PathBuf>,
+    /// Write every number as comma-separated values
+    #[arg(long, value_name = "OUT")]
+    csv: Option<PathBuf>,
 }
 
 /// Runs the verb.
 pub(crate) fn run(verb: BenchVerb) -> Result<Exit, ToolError> {
     let Kind::Control(args) = verb.kind;
-    let json = Output::open("json", args.json)?;
+    let (json, csv) = (Output::open("json", args.json)?, Output::open("csv", args.csv)?);
     signal::install()?;
-    let report = control::run(Options {
+    let options = Options {
         runs: args.runs as u32,
         slice: args.slice,
         idle: args.idle,
         chains: args.chains as u32,
         command: command_line(),
         interrupted: || signal::check().is_err(),
-        progress: |_, _| {},
-    })?;
+    };
+    let mut progress = Progress::new("measurements", options.steps());
+    let report = control::run(options, &mut |done| {
+        progress.advance(&State { done, note: String::new() });
+    });
+    progress.finish();
+    let report = report?;
     print(table(&report))?;
     if let Some(json) = json {
         json.json(&report.to_json())?;
+    }
+    if let Some(csv) = csv {
+        csv.text(&report.to_csv())?;
     }
     Ok(Exit::Ok)
 }
@@ -89,11 +101,13 @@ fn table(report: &Report) -> String {
         let rounds = row.rounds.to_string();
         numbers.row([row.name.clone(), short(row.median), short(row.min), short(row.max), rounds]);
     }
-    let mut bars = Table::new(&["bar", "value", "limit", "", "rule"]);
+    let mut bars = Table::new(&["bar", "value", "limit", "ratio", "", "rule"]);
     for bar in &report.bars {
         let verdict = if bar.pass { "pass" } else { "MISS" };
         let (value, limit) = (short(bar.value), short(bar.limit));
-        bars.row([bar.name.to_owned(), value, limit, verdict.to_owned(), bar.rule.to_owned()]);
+        let ratio = bar.ratio.map(short).unwrap_or_default();
+        let (name, verdict, rule) = (bar.name.to_owned(), verdict.to_owned(), bar.rule.to_owned());
+        bars.row([name, value, limit, ratio, verdict, rule]);
     }
     let machine = &report.machine;
     format!(

@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-use super::series::Row;
+use super::series::Series;
+use crate::stats::median;
 
 /// One number beside its bar.
 #[derive(Clone, PartialEq, Debug, Serialize)]
@@ -13,6 +14,8 @@ pub struct Bar {
     pub value: f64,
     /// What it may be at most, or must be at least.
     pub limit: f64,
+    /// Median of the rounds' ratios to the floor, where the bar is one.
+    pub ratio: Option<f64>,
     /// How the limit comes about.
     pub rule: &'static str,
     /// Whether it holds.
@@ -62,20 +65,25 @@ const BARS: [(&str, Rule, &str); 12] = [
 ];
 
 /// Every bar beside what was measured. A number that is missing passes nothing.
-pub(super) fn compare(rows: &[Row]) -> Vec<Bar> {
-    let median =
-        |name: &str| rows.iter().find(|row| row.name == name).map_or(f64::NAN, |row| row.median);
+///
+/// Against a floor each round is compared with itself, since the speed of a shared machine drifts:
+/// the median of the rounds' ratios decides.
+pub(super) fn compare(series: &Series) -> Vec<Bar> {
     let bar = |(name, rule, text): &(&'static str, Rule, &'static str)| {
-        let value = median(name);
-        let (limit, pass) = match rule {
+        let values = series.values(name);
+        let value = if values.is_empty() { f64::NAN } else { median(values) };
+        let (limit, ratio, pass) = match rule {
             Rule::Times(factor, floor) => {
-                let limit = factor * median(floor);
-                (limit, value <= limit)
+                let floors = series.values(floor);
+                let ratios: Vec<f64> =
+                    values.iter().zip(floors).map(|(value, floor)| value / floor).collect();
+                let ratio = median(&ratios);
+                (factor * median(floors), Some(ratio), !ratios.is_empty() && ratio <= *factor)
             }
-            Rule::AtMost(limit) => (*limit, value <= *limit),
-            Rule::AtLeast(limit) => (*limit, value >= *limit),
+            Rule::AtMost(limit) => (*limit, None, value <= *limit),
+            Rule::AtLeast(limit) => (*limit, None, value >= *limit),
         };
-        Bar { name, value, limit, rule: text, pass }
+        Bar { name, value, limit, ratio, rule: text, pass }
     };
     BARS.iter().map(bar).collect()
 }
@@ -84,26 +92,33 @@ pub(super) fn compare(rows: &[Row]) -> Vec<Bar> {
 mod tests {
     use super::*;
 
+    fn pass(series: &Series, name: &str) -> bool {
+        compare(series).into_iter().find(|bar| bar.name == name).unwrap().pass
+    }
+
     #[test]
-    fn a_bar_is_held_met_and_missed_where_it_stands() {
-        let row = |name: &str, median: f64| Row {
-            name: name.to_owned(),
-            median,
-            min: median,
-            max: median,
-            rounds: 1,
-        };
-        let pass = |rows: &[Row], name: &str| {
-            compare(rows).into_iter().find(|bar| bar.name == name).unwrap().pass
-        };
-        let mut rows = vec![row("floor_two_line_ns", 100.0), row("ping_ns_p50", 400.0)];
-        rows.push(row("eight_clients/queries_per_second", 250_000.0));
-        assert!(pass(&rows, "ping_ns_p50"));
-        assert!(pass(&rows, "eight_clients/queries_per_second"));
-        rows[1].median = 400.1;
-        rows[2].median = 249_999.0;
-        assert!(!pass(&rows, "ping_ns_p50"));
-        assert!(!pass(&rows, "eight_clients/queries_per_second"));
-        assert!(!pass(&rows, "poll_empty_syscalls"), "what is missing passes nothing");
+    fn a_bar_is_met_and_missed_where_it_stands() {
+        for (ping, rate, expected) in [(400.0, 250_000.0, true), (400.1, 249_999.0, false)] {
+            let mut series = Series::default();
+            series.add("floor_two_line_ns", 100.0);
+            series.add("ping_ns_p50", ping);
+            series.add("eight_clients/queries_per_second", rate);
+            assert_eq!(pass(&series, "ping_ns_p50"), expected);
+            assert_eq!(pass(&series, "eight_clients/queries_per_second"), expected);
+            assert!(!pass(&series, "poll_empty_syscalls"), "what is missing passes nothing");
+            assert!(!pass(&series, "query1_ns_p50"), "what is missing passes nothing");
+        }
+    }
+
+    #[test]
+    fn each_round_is_compared_with_its_own_floor() {
+        let mut series = Series::default();
+        for (floor, ping) in [(100.0, 390.0), (300.0, 1000.0), (310.0, 1100.0)] {
+            series.add("floor_two_line_ns", floor);
+            series.add("ping_ns_p50", ping);
+        }
+        let bar = compare(&series).into_iter().find(|bar| bar.name == "ping_ns_p50").unwrap();
+        assert_eq!((bar.value, bar.limit, bar.pass), (1000.0, 1200.0, true));
+        assert!((bar.ratio.unwrap() - 1100.0 / 310.0).abs() < 1e-9);
     }
 }

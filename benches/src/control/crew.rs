@@ -1,6 +1,7 @@
 //! The coordinator's side of the parts: start them, let them measure together, take the numbers.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
@@ -124,6 +125,8 @@ impl Part {
         let program = std::env::current_exe().map_err(BenchError::system("find this program"))?;
         let mut child = Command::new(program)
             .arg(VERB)
+            // Its own group: a SIGINT from the terminal is for the coordinator to act on.
+            .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -42,8 +42,13 @@ pub struct Options {
     pub command: String,
     /// Asked again and again; once true the benchmark ends.
     pub interrupted: fn() -> bool,
-    /// Called after each step with how many are done and how many there are.
-    pub progress: fn(u64, u64),
+}
+
+impl Options {
+    /// How often [`run`] reports progress.
+    pub fn steps(&self) -> u64 {
+        rounds::STEPS_A_ROUND * u64::from(self.runs) + rounds::STEPS_BESIDE
+    }
 }
 
 /// Everything that was measured.
@@ -89,14 +94,29 @@ impl Report {
         }
         Value::Object(all)
     }
+
+    /// The same as lines of comma-separated values, after comments that say where they are from.
+    pub fn to_csv(&self) -> String {
+        let Machine { cpu, cpus, kernel, .. } = &self.machine;
+        let mut text = format!(
+            "# {cpu}, {cpus} CPUs, Linux {kernel}\n# commit {}\n# {}\n\
+             number,median,min,max,rounds\n",
+            self.commit, self.options.command
+        );
+        for Row { name, median, min, max, rounds } in &self.rows {
+            let [median, min, max] = [*median, *min, *max].map(series::number);
+            text.push_str(&format!("{name},{median},{min},{max},{rounds}\n"));
+        }
+        text
+    }
 }
 
-/// Runs the benchmark.
+/// Runs the benchmark. Calls `progress` with the number of steps done, after each.
 ///
 /// # Errors
 /// See [`BenchError`]; [`BenchError::Wrong`] when any answer was not what it must be. Both Managers
 /// are stopped and nothing is left behind.
-pub fn run(options: Options) -> Result<Report, BenchError> {
+pub fn run(options: Options, progress: &mut dyn FnMut(u64)) -> Result<Report, BenchError> {
     let cpus = process::cpus().map_err(BenchError::system("read CPU affinity"))?;
     let [ours, peer] = match cpus[..] {
         [ours, peer, ..] => [ours, peer],
@@ -104,10 +124,10 @@ pub fn run(options: Options) -> Result<Report, BenchError> {
     };
     let two = Manager::start(&[ours, peer], options.interrupted)?;
     let one = Manager::start(&[ours], options.interrupted)?;
-    let rows = Rounds::new(&options, [ours, peer], &two, &one).run()?;
+    let series = Rounds::new(&options, [ours, peer], &two, &one, progress).run()?;
     two.stop()?;
     one.stop()?;
-    let bars = bars::compare(&rows);
+    let (rows, bars) = (series.rows(), bars::compare(&series));
     let machine = Machine::read(cpus.len());
     Ok(Report { rows, bars, machine, commit: COMMIT, options })
 }

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::crew::Crew;
-use super::series::{Row, Series};
+use super::series::Series;
 use super::{CLIENTS, Options};
 use crate::error::BenchError;
 use crate::manager::Manager;
@@ -44,8 +44,8 @@ const WAITS: [(Wait, &str); 3] =
     [(Wait::Spin, "spinning"), (Wait::Park, "waiting"), (Wait::Asleep, "sleeping")];
 
 /// Steps of a round and beside the rounds, for the progress.
-const STEPS_A_ROUND: u64 = 21;
-const STEPS_BESIDE: u64 = 3;
+pub(super) const STEPS_A_ROUND: u64 = 21;
+pub(super) const STEPS_BESIDE: u64 = 3;
 
 /// The rounds under way.
 pub(super) struct Rounds<'a> {
@@ -56,6 +56,7 @@ pub(super) struct Rounds<'a> {
     one: &'a Manager,
     series: Series,
     steps: u64,
+    progress: &'a mut dyn FnMut(u64),
 }
 
 impl<'a> Rounds<'a> {
@@ -64,19 +65,20 @@ impl<'a> Rounds<'a> {
         cpus: [usize; 2],
         two: &'a Manager,
         one: &'a Manager,
+        progress: &'a mut dyn FnMut(u64),
     ) -> Self {
-        Self { options, cpus, two, one, series: Series::default(), steps: 0 }
+        Self { options, cpus, two, one, series: Series::default(), steps: 0, progress }
     }
 
     /// Everything, in order.
-    pub(super) fn run(mut self) -> Result<Vec<Row>, BenchError> {
+    pub(super) fn run(mut self) -> Result<Series, BenchError> {
         self.save(self.two.socket())?;
         self.save(self.one.socket())?;
         for _ in 0..self.options.runs {
             self.round()?;
         }
         self.idle()?;
-        Ok(self.series.rows())
+        Ok(self.series)
     }
 
     fn round(&mut self) -> Result<(), BenchError> {
@@ -92,6 +94,10 @@ impl<'a> Rounds<'a> {
         for one_core in [true, false] {
             for clients in [1, CLIENTS] {
                 for (wait, name) in WAITS {
+                    if !one_core && clients == 1 && wait == Wait::Spin {
+                        // The main client, measured beside its floor.
+                        continue;
+                    }
                     self.group(one_core, clients, wait, name)?;
                 }
             }
@@ -110,8 +116,7 @@ impl<'a> Rounds<'a> {
 
     fn step(&mut self) {
         self.steps += 1;
-        let all = STEPS_A_ROUND * u64::from(self.options.runs) + STEPS_BESIDE;
-        (self.options.progress)(self.steps.min(all), all);
+        (self.progress)(self.steps);
     }
 
     /// One measurement of one part.
@@ -149,6 +154,9 @@ impl<'a> Rounds<'a> {
         let answers = self.clients(&cpus, 1, Wait::Spin, &asks, false)?;
         for (name, value) in answers {
             self.series.add(name, value);
+            if !name.contains('/') {
+                self.series.add(format!("round_trips/two_cores/one_client/spinning/{name}"), value);
+            }
         }
         self.further_pages("", ["query1_ns_p50", "query128_ns_p50", "query1024_ns_p50"]);
         let one_chain =

@@ -35,10 +35,15 @@ impl Series {
         }
     }
 
+    /// What every round found, in order.
+    pub(super) fn values(&self, name: &str) -> &[f64] {
+        let found = self.named.iter().find(|(known, _)| known == name);
+        found.map_or(&[], |(_, values)| values)
+    }
+
     /// What the last round found.
     pub(super) fn last(&self, name: &str) -> f64 {
-        let found = self.named.iter().find(|(known, _)| known == name);
-        found.and_then(|(_, values)| values.last().copied()).unwrap_or(f64::NAN)
+        self.values(name).last().copied().unwrap_or(f64::NAN)
     }
 
     /// Median and range of every number.
@@ -69,12 +74,12 @@ pub(super) fn put(into: &mut Map<String, Value>, name: &str, value: Value) {
     }
 }
 
-/// A number as JSON: whole where it is whole, else to a thousandth.
+/// A number as JSON: whole where it is whole, else to four places.
 pub(super) fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 9e15 {
         json!(value as i64)
     } else {
-        json!((value * 1e6).round() / 1e6)
+        json!((value * 1e4).round() / 1e4)
     }
 }
 

@@ -12,8 +12,8 @@ use super::field::{Key, Kind, field, nearest};
 use super::words::{Place, Raw, Word, Words};
 use super::{
     BudgetConfig, Config, DeviceKind, DramConfig, HttpConfig, HugePages, Limits, Machine,
-    PAGE_BYTES_MAX, PAGE_BYTES_MIN, Replacement, SESSIONS_MAX, SOCKET_PATH_BYTES_MAX, SocketConfig,
-    SpillPolicy, SsdConfig, SsdEngine, TimeConfig, WaitMode,
+    PAGE_BYTES_MAX, PAGE_BYTES_MIN, Priority, Replacement, SESSIONS_MAX, SOCKET_PATH_BYTES_MAX,
+    SocketConfig, SpillPolicy, SsdConfig, SsdEngine, TimeConfig, WaitMode,
 };
 use crate::core::{FOOTER_BYTES, limits};
 use crate::ssd::format::Superblock;
@@ -58,6 +58,7 @@ impl Config {
             },
             device: words.choice(Key::DeviceKind, DeviceKind::Auto, DeviceKind::from_word)?,
             wait: words.choice(Key::ReactorWait, WaitMode::Adaptive, WaitMode::from_word)?,
+            priority: words.choice(Key::ReactorPriority, Priority::High, Priority::from_word)?,
             dram,
         })
     }

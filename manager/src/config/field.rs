@@ -36,6 +36,7 @@ pub enum Key {
     HttpOptional,
     DeviceKind,
     ReactorWait,
+    ReactorPriority,
 }
 
 /// What a field holds, as far as the file's types go.
@@ -408,6 +409,16 @@ pub(crate) const FIELDS: &[Field] = &[
         range: "adaptive or dedicated",
         default: "adaptive",
         cost: "dedicated keeps one core busy all the time",
+    },
+    Field {
+        key: Key::ReactorPriority,
+        section: "reactor",
+        name: "priority",
+        flag: None,
+        kind: Kind::Choice(&["high", "normal"]),
+        range: "high or normal",
+        default: "high",
+        cost: "high is nice -10 where the user may: what shares the reactor's core waits for it",
     },
 ];
 

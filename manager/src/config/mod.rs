@@ -71,6 +71,8 @@ pub struct Config {
     pub device: DeviceKind,
     /// How the reactor waits.
     pub wait: WaitMode,
+    /// How the reactor competes for its core.
+    pub priority: Priority,
 }
 
 /// The socket and who may use it.
@@ -254,6 +256,16 @@ choice! {
         Adaptive = "adaptive",
         /// Spin always: one core is busy.
         Dedicated = "dedicated",
+    }
+}
+
+choice! {
+    /// How the reactor competes for its core.
+    Priority {
+        /// Nice -10, where the user may.
+        High = "high",
+        /// As it was started.
+        Normal = "normal",
     }
 }
 

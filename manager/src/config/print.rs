@@ -92,6 +92,7 @@ impl Config {
             Key::HttpOptional => self.http.optional.to_string(),
             Key::DeviceKind => word(self.device.as_str()),
             Key::ReactorWait => word(self.wait.as_str()),
+            Key::ReactorPriority => word(self.priority.as_str()),
         })
     }
 }

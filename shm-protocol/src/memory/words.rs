@@ -73,18 +73,52 @@ impl Words {
         unsafe { AtomicU32::from_ptr(word) }
     }
 
-    /// Asks the cache for the line of a byte; nothing else happens, whatever `offset` is.
+    /// Where a byte is, computed once for an access that is made often.
+    ///
+    /// # Safety
+    /// `offset` is not beyond the end of the memory.
+    pub(super) unsafe fn at(&self, offset: usize) -> At {
+        // SAFETY: inside or one past the end of the one allocation, by contract.
+        At(unsafe { self.base.add(offset) })
+    }
+
+    /// # Safety
+    /// `at` comes from [`at`](Self::at) of `self` or a clone, for an offset that
+    /// [`word64`](Self::word64) allows.
     #[inline]
-    pub(super) fn prefetch(&self, offset: usize) {
+    pub(super) unsafe fn at64(&self, at: At) -> &AtomicU64 {
+        // SAFETY: as in `word64`.
+        unsafe { AtomicU64::from_ptr(at.0.as_ptr().cast()) }
+    }
+
+    /// # Safety
+    /// As [`at64`](Self::at64), for [`word32`](Self::word32).
+    #[inline]
+    pub(super) unsafe fn at32(&self, at: At) -> &AtomicU32 {
+        // SAFETY: as in `word32`.
+        unsafe { AtomicU32::from_ptr(at.0.as_ptr().cast()) }
+    }
+}
+
+/// The place of a word or record. Says nothing about whether it is still mapped.
+#[derive(Clone, Copy, Debug)]
+pub struct At(NonNull<u8>);
+
+// SAFETY: an address; whoever follows it holds the memory.
+unsafe impl Send for At {}
+// SAFETY: as above.
+unsafe impl Sync for At {}
+
+impl At {
+    /// Asks the cache for its line; nothing else happens.
+    #[inline]
+    pub(super) fn prefetch(self) {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let line = self.base.as_ptr().wrapping_add(offset).cast();
             // SAFETY: a prefetch reads nothing and never faults, at any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line) }
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.0.as_ptr().cast()) }
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = offset;
     }
 }
 

@@ -52,7 +52,17 @@ impl Words {
         &self.cells.words32[offset / 4]
     }
 
-    pub(super) fn prefetch(&self, _offset: usize) {}
+    pub(super) unsafe fn at(&self, offset: usize) -> At {
+        At(offset)
+    }
+
+    pub(super) unsafe fn at64(&self, at: At) -> &AtomicU64 {
+        &self.cells.words64[at.0 / 8]
+    }
+
+    pub(super) unsafe fn at32(&self, at: At) -> &AtomicU32 {
+        &self.cells.words32[at.0 / 4]
+    }
 
     /// Sleeps while the word holds `seen`, with no timeout: a lost wake is a deadlock, which loom
     /// reports.
@@ -68,6 +78,14 @@ impl Words {
         self.cells.woken.notify_all();
         drop(queue);
     }
+}
+
+/// The place of a word.
+#[derive(Clone, Copy, Debug)]
+pub struct At(usize);
+
+impl At {
+    pub(super) fn prefetch(self) {}
 }
 
 /// Which of the two ends of `wake-fence` a fence is.

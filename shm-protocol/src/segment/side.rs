@@ -175,6 +175,13 @@ impl EngineSide {
         SessionState::from_raw(self.state.load_acquire()).unwrap_or(SessionState::Closed)
     }
 
+    /// Whether the Manager serves the session (`session-state`): the common case of
+    /// [`state`](Self::state) for the price of one load.
+    #[inline]
+    pub fn is_open(&self) -> bool {
+        self.state.load_acquire() == SessionState::Open as u32
+    }
+
     /// False in a forked child, where the segments are not mapped. One private load.
     #[inline]
     pub fn is_mapped_here(&self) -> bool {

@@ -19,6 +19,7 @@ impl PageTable {
     /// Replaces `entries` by a private copy of a range. False, and `entries` is empty, when the
     /// range does not fit the table or is longer than [`PAGES_PER_REQUEST_MAX`]. Allocates only
     /// where the vector's capacity is too small.
+    #[inline]
     pub fn read_range(&self, range: PageRange, entries: &mut Vec<PageEntry>) -> bool {
         if range.len > PAGES_PER_REQUEST_MAX {
             entries.clear();

@@ -47,6 +47,7 @@ macro_rules! label_enum {
             const NAME: &'static str = $label_name;
             const VALUES: &'static [&'static str] = &[$($label,)+];
 
+            #[inline]
             fn position(self) -> usize {
                 self as usize
             }
@@ -334,6 +335,7 @@ macro_rules! wire_label {
                 labels
             };
 
+            #[inline]
             fn position(self) -> usize {
                 self as usize - $first
             }

@@ -123,6 +123,7 @@ macro_rules! metrics {
 
         impl Metric {
             /// Number of its word, below [`METRIC_WORDS`].
+            #[inline]
             pub fn index(self) -> usize {
                 match self {
                     $(Self::$variant $(($($field),+))? => {
