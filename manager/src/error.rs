@@ -3,6 +3,8 @@
 use std::io;
 use std::net::SocketAddr;
 
+use rustix::io::Errno;
+
 use crate::config::ConfigError;
 use crate::endpoint::ListenError;
 use crate::pool::PoolError;
@@ -36,7 +38,7 @@ pub enum ServeError {
         source: io::Error,
     },
     /// No telemetry segment.
-    #[error("telemetry: {0}")]
+    #[error("{0}")]
     Telemetry(#[from] TelemetryError),
     /// No DRAM pool.
     #[error("{0}")]
@@ -47,8 +49,19 @@ pub enum ServeError {
     /// The tier cannot be opened.
     #[error("--ssd: {0}")]
     Ssd(#[from] SsdError),
+    /// Not one client could attach.
+    #[error(
+        "the limit of open descriptors is {limit}, and one session needs {needed}: raise it \
+         (ulimit -n, LimitNOFILE=)"
+    )]
+    Descriptors {
+        /// `RLIMIT_NOFILE`.
+        limit: u64,
+        /// What is open and one session together.
+        needed: u64,
+    },
     /// A thread, descriptor or signal handler could not be had.
-    #[error("{what}: {source}")]
+    #[error("{what}: {source}{}", remedy(Errno::from_io_error(source)))]
     System {
         /// What was tried.
         what: &'static str,
@@ -56,8 +69,30 @@ pub enum ServeError {
         source: io::Error,
     },
     /// The signal handler could not be installed.
-    #[error("signal handler: {0}")]
+    #[error("signal handler: {}", cause(.0))]
     Signals(#[from] ctrlc::Error),
+}
+
+/// What `ctrlc` keeps to itself: the system's answer.
+fn cause(error: &ctrlc::Error) -> String {
+    match error {
+        ctrlc::Error::System(source) => {
+            format!("{source}{}", remedy(Errno::from_io_error(source)))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// What to do when the system has no more of something, to go behind its answer.
+pub(crate) fn remedy(errno: Option<Errno>) -> &'static str {
+    match errno {
+        Some(Errno::AGAIN) => {
+            ": no more threads; raise their limit (ulimit -u, TasksMax=, pids.max of the control \
+             group)"
+        }
+        Some(Errno::MFILE) => ": no more descriptors; raise their limit (ulimit -n, LimitNOFILE=)",
+        _ => "",
+    }
 }
 
 impl ServeError {

@@ -33,13 +33,21 @@ use crate::device::HostDevice;
 use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
 use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
-use crate::pool::{self, DramPool, PoolConfig};
+use crate::pool::{self, DramPool, PageMode, PoolConfig};
 use crate::service::{self, ServiceParts, Storage};
-use crate::ssd::{EngineChoice, Recovery, SsdConfig, SsdTier};
+use crate::ssd::{ClaimedTier, EngineChoice, MadeFiles, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
 use crate::wake;
 pub use log::LOG_VARIABLE;
 use start::Start;
+
+/// Longest configuration file: no real one comes near, and what never ends is no file.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+/// Descriptors of a session with one memory: its socket, its pidfd, the memory.
+const DESCRIPTORS_PER_SESSION: u64 = 3;
+/// Those that a client which attaches takes for a moment: its two segments, and one to accept the
+/// next.
+const DESCRIPTORS_OF_ATTACHING: u64 = 3;
 
 /// The command line of the binary `orbitkv-manager`.
 #[derive(Parser, Debug)]
@@ -96,9 +104,11 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
     let start = Start::watch()?;
     let mut opened = open(&config, &start)?;
     if !start.is_stopping() {
+        check_descriptors(config.limits.sessions)?;
         announce_ready(&mut opened)?;
     }
-    let Opened { parts, http, _pool } = opened;
+    let Opened { parts, http, mut made, _pool } = opened;
+    made.keep();
     raise_priority(config.priority);
     // A page that was not written in time is a page less to hit, not a failure of the stop.
     let _drained = service::run(parts);
@@ -118,24 +128,26 @@ pub fn load(args: &ServeArgs) -> Result<Config, ConfigError> {
     };
     words.override_with(args);
     let machine = Machine {
-        memory_available_bytes: std::fs::read_to_string("/proc/meminfo")
-            .ok()
-            .and_then(|text| available_bytes(&text)),
+        memory_available_bytes: pool::available_bytes(),
         socket_path: socket_default_path(),
     };
     Config::resolve(&words, &machine)
 }
 
 fn read_config(path: &Path) -> Result<String, ConfigError> {
-    std::fs::read_to_string(path)
-        .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })
-}
-
-/// `MemAvailable` of `/proc/meminfo`.
-fn available_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(CONFIG_BYTES_MAX + 1).read_to_end(&mut bytes))
+        .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+    if bytes.len() as u64 > CONFIG_BYTES_MAX {
+        return Err(ConfigError::TooLong { path: path.to_owned(), bytes_max: CONFIG_BYTES_MAX });
+    }
+    let lines = |bytes: &[u8]| 1 + bytes.iter().filter(|byte| **byte == b'\n').count();
+    String::from_utf8(bytes).map_err(|error| ConfigError::Syntax {
+        path: path.to_owned(),
+        line: lines(&error.as_bytes()[..error.utf8_error().valid_up_to()]),
+        message: "not UTF-8".to_owned(),
+    })
 }
 
 /// A user on the list still has to get past the mode of the socket file.
@@ -181,10 +193,13 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         telemetry.let_group_read(*gid)?;
     }
     telemetry.set_config(&config.to_string());
+    // What may be wrong with a path or a disk shows before the memory is touched, which takes long.
+    let mut claimed = claim_storage(config)?;
+    let made = claimed.as_mut().map(ClaimedTier::made_files).unwrap_or_default();
     let pool = allocate_pool(config)?;
     let bell = ControlBell::new();
     let spin_window = measure_wake(&clock);
-    let storage = open_storage(config, &pool, &bell)?;
+    let storage = claimed.map(|claimed| start_storage(claimed, &pool, &bell)).transpose()?;
     let device = HostDevice::start(pool.clone(), bell.ringer(), spin::window_here(spin_window))
         .map_err(ServeError::system("device threads"))?;
     let endpoint = start.serve(|| {
@@ -231,7 +246,7 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         spin_window: spin::window_here(spin_window),
         stop_timeout: config.time.stop_timeout,
     };
-    Ok(Opened { parts, http, _pool: pool })
+    Ok(Opened { parts, http, made, _pool: pool })
 }
 
 /// Nice value of the reactor's thread with a high priority.
@@ -270,6 +285,8 @@ fn measure_wake(clock: &Clock) -> Duration {
 struct Opened {
     parts: ServiceParts,
     http: Option<HttpThread>,
+    /// Kept once the Manager has served, or was told to stop.
+    made: MadeFiles,
     _pool: Arc<DramPool>,
 }
 
@@ -288,15 +305,18 @@ fn allocate_pool(config: &Config) -> Result<Arc<DramPool>, ServeError> {
         page_mode = pool.page_mode().label(),
         "DRAM pool is ready"
     );
+    if config.dram.huge_pages == HugePages::Prefer && pool.page_mode() == PageMode::Small {
+        tracing::warn!(
+            huge_bytes = pool.huge_bytes(),
+            "the DRAM pool lies in 4 KiB pages, which costs SSD bandwidth: allow transparent huge \
+             pages (madvise), or say --huge-pages off"
+        );
+    }
     Ok(Arc::new(pool))
 }
 
-/// Opens the SSD files and finds out what is on them.
-fn open_storage(
-    config: &Config,
-    pool: &Arc<DramPool>,
-    bell: &ControlBell,
-) -> Result<Option<(SsdTier, Recovery)>, ServeError> {
+/// Claims the SSD files, if there are any.
+fn claim_storage(config: &Config) -> Result<Option<ClaimedTier>, ServeError> {
     let Some(ssd) = &config.ssd else { return Ok(None) };
     let slot_bytes_max =
         slot_bytes(u32::try_from(config.limits.page_bytes_max).unwrap_or(u32::MAX));
@@ -311,13 +331,22 @@ fn open_storage(
         },
         write_in_flight_bytes: ssd.write_in_flight_bytes,
         slot_bytes_max,
-        arena_bytes: pool.arena_bytes(),
+        arena_bytes: Vec::new(),
     };
+    Ok(Some(ClaimedTier::claim(&tier)?))
+}
+
+/// Finds out what is on the SSD files and starts their workers.
+fn start_storage(
+    claimed: ClaimedTier,
+    pool: &Arc<DramPool>,
+    bell: &ControlBell,
+) -> Result<(SsdTier, Recovery), ServeError> {
     let ringer = bell.ringer();
     let notify = Arc::new(move || {
         ringer.ring();
     });
-    let (tier, recovery) = SsdTier::open(&tier, pool.clone(), notify)?;
+    let (tier, recovery) = SsdTier::start(claimed, &pool.arena_bytes(), pool.clone(), notify)?;
     for device in &recovery.devices {
         tracing::info!(
             path = %device.path.display(),
@@ -329,6 +358,7 @@ fn open_storage(
             "ssd file is open"
         );
     }
+    warn_of_unregistered_memory(&recovery, pool.bytes());
     let counts = recovery.counts;
     tracing::info!(
         valid = counts.valid,
@@ -337,7 +367,29 @@ fn open_storage(
         empty = counts.empty,
         "ssd slots were read"
     );
-    Ok(Some((tier, recovery)))
+    Ok((tier, recovery))
+}
+
+/// One line for all rings: it is one limit that they share.
+fn warn_of_unregistered_memory(recovery: &Recovery, pool_bytes: u64) {
+    let modes = recovery.devices.iter().flat_map(|device| [device.read_mode, device.write_mode]);
+    let refused: Vec<_> = modes.clone().filter_map(|mode| mode.register_errno).collect();
+    let Some(errno) = refused.first() else { return };
+    let limit = rustix::process::getrlimit(Resource::Memlock);
+    let bytes = |limit: Option<u64>| {
+        limit.map_or_else(|| "unlimited".to_owned(), |bytes| bytes.to_string())
+    };
+    tracing::warn!(
+        %errno,
+        rings = modes.count(),
+        refused = refused.len(),
+        needed_bytes = pool_bytes.saturating_mul(2 * recovery.devices.len() as u64),
+        memlock_soft_bytes = bytes(limit.current),
+        memlock_hard_bytes = bytes(limit.maximum),
+        "DRAM is not registered with every ring, which costs a little CPU and nothing else: raise \
+         RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=) or grant CAP_IPC_LOCK, and allow \
+         io_uring_register"
+    );
 }
 
 /// The files as `core` sees them.
@@ -446,19 +498,47 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// A Manager that no client can attach to is none: refuses to start where the limit of open
+/// descriptors leaves no room for one session, and warns where it leaves room for fewer than may
+/// attach.
+fn check_descriptors(sessions_max: u32) -> Result<(), ServeError> {
+    let Some(limit) = rustix::process::getrlimit(Resource::Nofile).current else { return Ok(()) };
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
+    match sessions_within(limit, open) {
+        0 => Err(ServeError::Descriptors {
+            limit,
+            needed: open + DESCRIPTORS_OF_ATTACHING + DESCRIPTORS_PER_SESSION,
+        }),
+        room if room < u64::from(sessions_max) => {
+            tracing::warn!(
+                limit,
+                open,
+                sessions = room,
+                sessions_max,
+                "the limit of open descriptors holds fewer sessions than may attach: raise it \
+                 (ulimit -n, LimitNOFILE=)"
+            );
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Sessions for which a limit of descriptors has room beside the open ones.
+const fn sessions_within(limit: u64, open: u64) -> u64 {
+    limit.saturating_sub(open).saturating_sub(DESCRIPTORS_OF_ATTACHING) / DESCRIPTORS_PER_SESSION
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn available_memory_is_read_from_its_line() {
-        let text = "MemTotal: 9 kB\nMemFree:   1 kB\nMemAvailable:   24288144 kB\n";
-        assert_eq!(available_bytes(text), Some(24_288_144 << 10));
-        for text in
-            ["", "MemAvailable: x kB", "MemAvailable: 7", "MemAvailable: 99999999999999999 kB"]
-        {
-            assert_eq!(available_bytes(text), None, "{text}");
-        }
+    fn descriptors_hold_whole_sessions_beside_what_is_open() {
+        assert_eq!(sessions_within(1024, 20), 333);
+        assert_eq!(sessions_within(20 + DESCRIPTORS_OF_ATTACHING + 3, 20), 1);
+        assert_eq!(sessions_within(20 + DESCRIPTORS_OF_ATTACHING + 2, 20), 0);
+        assert_eq!(sessions_within(8, 20), 0);
     }
 
     #[test]

@@ -737,7 +737,7 @@ fn a_failing_start_leaves_no_file_behind() {
     assert!(matches!(error.map(drop), Err(SsdError::FolderMissing { .. })));
     let too_large = Bench::try_open(&config(&path, 32 << 40, EngineChoice::Auto)).err().unwrap();
     match too_large {
-        SsdError::NoSpace { want, free, .. } => assert!(free < want),
+        SsdError::NoSpace { needed, free, .. } => assert!(0 < free && free < needed),
         other => panic!("{other}"),
     }
     assert!(!path.exists());
@@ -790,7 +790,7 @@ fn several_files_share_the_capacity_and_a_forget() {
         assert_eq!(check(path).stale, 1, "{}", path.display());
     }
     let twice = SsdConfig { paths: vec![paths[0].clone(), paths[0].clone()], ..config };
-    assert!(matches!(Bench::try_open(&twice).map(drop), Err(SsdError::Locked { .. })));
+    assert!(matches!(Bench::try_open(&twice).map(drop), Err(SsdError::SameFile { .. })));
 }
 
 #[test]

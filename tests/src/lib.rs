@@ -11,12 +11,14 @@
 //! | `simulator` | random engines, faults and crashes from a seed |
 //! | `reference` | an independent model of the pool without SSD |
 //! | `rig` | a world with one engine, for tests of single promises |
+//! | `confine` | takes mounts, system calls and limits from what a test starts |
 //! | `manager` | a real Manager process on a socket and SSD file of its own |
 //! | `prometheus` | a strict reader of `/metrics` |
 //! | `engine` | a real attached engine whose device pages can be checked byte for byte |
 //! | `engine_process` | the same in a process of its own, to be stopped and killed |
 
 pub mod client;
+pub mod confine;
 pub mod content;
 pub mod disk;
 pub mod engine;

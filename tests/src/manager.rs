@@ -1,6 +1,6 @@
 //! A real Manager in a process of its own, on a socket and SSD file that nobody else has.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -41,6 +41,34 @@ pub struct Setup {
     ssd: bool,
     arguments: Vec<OsString>,
     config: String,
+    /// Command line in front of the program: what confines it.
+    under: Vec<OsString>,
+    /// No flag but the socket's and those of [`flag`](Self::flag).
+    bare: bool,
+}
+
+/// How a start was refused.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// Exit code.
+    pub code: i32,
+    /// The one line that says why.
+    pub line: String,
+    /// What was logged before.
+    pub log: String,
+}
+
+impl Refusal {
+    /// Checks the code and that the line holds every part.
+    ///
+    /// # Panics
+    /// When it does not.
+    pub fn says(&self, code: i32, parts: &[&str]) {
+        assert_eq!(self.code, code, "{self:?}");
+        for part in parts {
+            assert!(self.line.contains(part), "{part:?} is missing from {:?}", self.line);
+        }
+    }
 }
 
 impl Setup {
@@ -57,7 +85,39 @@ impl Setup {
             ssd: false,
             arguments: Vec::new(),
             config: String::new(),
+            under: Vec::new(),
+            bare: false,
         }
+    }
+
+    /// No flags but the socket's and those that follow: the rest is what `serve` does by itself.
+    #[must_use]
+    pub fn bare(mut self) -> Self {
+        self.bare = true;
+        self
+    }
+
+    /// Runs the Manager by a command that confines it, such as `prlimit --nofile=16`.
+    #[must_use]
+    pub fn under(mut self, command: &[&str]) -> Self {
+        self.under.extend(command.iter().map(OsString::from));
+        self
+    }
+
+    /// More flags of `serve`. One that the setup would give itself replaces that.
+    #[must_use]
+    pub fn flags<A: Into<OsString> + Clone>(mut self, flags: &[A]) -> Self {
+        self.arguments.extend(flags.iter().cloned().map(Into::into));
+        self
+    }
+
+    /// Forgets the flags and lines of the configuration file, not the folders.
+    pub fn again(&mut self) -> &mut Self {
+        self.arguments.clear();
+        self.config.clear();
+        self.under.clear();
+        self.ssd = false;
+        self
     }
 
     /// Another pool size.
@@ -103,7 +163,8 @@ impl Setup {
         &self.program
     }
 
-    fn log(&self) -> PathBuf {
+    /// Where they log.
+    pub fn log_file(&self) -> PathBuf {
         self.runtime.path().join("log")
     }
 
@@ -113,6 +174,25 @@ impl Setup {
     /// When the program cannot be run.
     pub fn orbitkv(&self, arguments: &[&str]) -> Output {
         Command::new(&self.program).args(arguments).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// A call of the command line that must fail with `code` and one line that holds all `parts`.
+    ///
+    /// # Panics
+    /// When it does not.
+    pub fn fails(&self, arguments: &[&str], code: i32, parts: &[&str]) {
+        let output = Command::new(&self.program)
+            .args(arguments)
+            .current_dir(self.disk.path())
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {words}");
+        assert_eq!(words.trim_end().lines().count(), 1, "{arguments:?}: {words}");
+        for part in parts {
+            assert!(words.contains(part), "{arguments:?}: {part:?} is missing from {words:?}");
+        }
     }
 
     /// `verify` of the stopped Manager's SSD file, which must find nothing wrong: its counts.
@@ -133,32 +213,145 @@ impl Setup {
         serde_json::from_slice(&fs::read(json).unwrap()).unwrap()
     }
 
+    /// The command line of `serve`, to be run in [`folder`](Self::folder). Its log goes to a file.
+    ///
+    /// # Panics
+    /// When the configuration file or the log cannot be written.
+    pub fn command(&self) -> Command {
+        let mut words = self.under.iter().map(OsString::as_os_str);
+        let mut command = match words.next() {
+            Some(first) => {
+                let mut command = Command::new(first);
+                command.args(words).arg(&self.program);
+                command
+            }
+            None => Command::new(&self.program),
+        };
+        command.arg("serve");
+        let mut default = |name: &str, value: &OsStr| {
+            let wanted = !self.bare || ["--socket", "--config"].contains(&name);
+            if wanted && !self.arguments.iter().any(|argument| argument == name) {
+                command.arg(name).arg(value);
+            }
+        };
+        default("--huge-pages", "off".as_ref());
+        default("--device", "host".as_ref());
+        default("--socket", self.socket().as_os_str());
+        default("--dram", self.dram.as_ref());
+        if self.ssd {
+            default("--ssd", self.ssd_file().as_os_str());
+        }
+        if !self.config.is_empty() {
+            fs::write(self.config_file(), &self.config).unwrap();
+            default("--config", self.config_file().as_os_str());
+        }
+        // A file and not a pipe: nobody reads along.
+        let log = File::options().create(true).append(true).open(self.log_file()).unwrap();
+        command.args(&self.arguments).env_remove("XDG_RUNTIME_DIR");
+        command.current_dir(self.disk.path()).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.stderr(log);
+        command
+    }
+
+    /// A start that must be refused: one line besides the log, nothing on standard output, nothing
+    /// left behind.
+    ///
+    /// # Panics
+    /// When it starts, hangs, says more than one line or leaves something.
+    pub fn refused(&self) -> Refusal {
+        self.refused_by(|_| {})
+    }
+
+    /// [`refused`](Self::refused) after a last change to the command.
+    ///
+    /// # Panics
+    /// As that.
+    pub fn refused_by(&self, change: impl FnOnce(&mut Command)) -> Refusal {
+        let before = self.names();
+        let telemetry = self.telemetry_file().exists();
+        let _new_log = fs::remove_file(self.log_file());
+        let mut command = self.command();
+        change(&mut command);
+        let mut child = command.spawn().unwrap();
+        let end = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if Instant::now() > end {
+                let _killed = (child.kill(), child.wait());
+                panic!("neither refused nor ended: {}", self.log());
+            }
+            thread::sleep(PAUSE);
+        };
+        let mut said = String::new();
+        child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!(said, "", "a refused start has nothing to say on stdout");
+        let all = self.log();
+        // Lines of the log start with their time.
+        let (log, lines): (Vec<_>, Vec<_>) = all.lines().partition(|line| line.starts_with("20"));
+        let [line] = lines.as_slice() else { panic!("not one line: {all}") };
+        assert!(line.starts_with("orbitkv: "), "{all}");
+        assert_eq!(self.names(), before, "{all}");
+        assert_eq!(self.telemetry_file().exists(), telemetry, "{all}");
+        let code = status.code().unwrap_or_else(|| panic!("{status}: {all}"));
+        Refusal { code, line: (*line).to_owned(), log: log.join("\n") }
+    }
+
+    /// Every name in the folders of this setup but the log and the configuration.
+    fn names(&self) -> Vec<PathBuf> {
+        let entries =
+            |folder: &Path| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let ours = [self.log_file(), self.config_file()];
+        let all = entries(self.runtime.path()).chain(entries(self.disk.path()));
+        let mut names: Vec<_> = all.filter(|name| !ours.contains(name)).collect();
+        names.sort();
+        names
+    }
+
+    /// Where the telemetry of the socket lies while a Manager runs, and after one was killed.
+    pub fn telemetry_file(&self) -> PathBuf {
+        telemetry_file(&self.socket())
+    }
+
+    /// The folder on a disk that is the Manager's working folder.
+    pub fn folder(&self) -> &Path {
+        self.disk.path()
+    }
+
+    fn config_file(&self) -> PathBuf {
+        self.runtime.path().join("config.toml")
+    }
+
+    /// What Managers of this setup logged so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.log_file()).unwrap_or_default()
+    }
+
     /// Starts the Manager and waits until it is ready.
     ///
     /// # Panics
     /// When it does not become ready.
     pub fn start(self) -> Manager {
-        let mut command = Command::new(&self.program);
-        command.args(["serve", "--stop-at-eof", "--huge-pages", "off", "--device", "host"]);
-        command.arg("--socket").arg(self.socket()).arg("--dram").arg(&self.dram);
-        if self.ssd {
-            command.arg("--ssd").arg(self.ssd_file());
-        }
-        if !self.config.is_empty() {
-            let file = self.runtime.path().join("config.toml");
-            fs::write(&file, &self.config).unwrap();
-            command.arg("--config").arg(file);
-        }
-        // A file and not a pipe: nobody reads along.
-        let log = File::options().create(true).append(true).open(self.log()).unwrap();
-        command.args(&self.arguments).env_remove("XDG_RUNTIME_DIR");
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
-        let mut child = command.spawn().unwrap();
+        self.start_by(|_| {})
+    }
+
+    /// [`start`](Self::start) after a last change to the command.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start_by(self, change: impl FnOnce(&mut Command)) -> Manager {
+        let mut command = self.command();
+        change(&mut command);
+        command.arg("--stop-at-eof").stdin(Stdio::piped());
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut ready = String::new();
         stdout.read_line(&mut ready).unwrap();
-        let manager = Manager { child, stdout, setup: Some(self) };
-        assert!(ready.starts_with("ready "), "the Manager said {ready:?}");
+        let manager =
+            Manager { child, stdout, ready: ready.trim_end().to_owned(), setup: Some(self) };
+        let log = || manager.setup().log();
+        assert!(ready.starts_with("ready "), "the Manager said {ready:?}: {}", log());
         manager
     }
 }
@@ -168,6 +361,7 @@ impl Setup {
 pub struct Manager {
     child: Child,
     stdout: BufReader<ChildStdout>,
+    ready: String,
     /// Taken by what ends the Manager in order.
     setup: Option<Setup>,
 }
@@ -179,6 +373,11 @@ impl Manager {
     /// Never: only the end of the Manager takes the setup.
     pub fn setup(&self) -> &Setup {
         self.setup.as_ref().expect("a running Manager has its setup")
+    }
+
+    /// The line that it printed when it was ready.
+    pub fn ready(&self) -> &str {
+        &self.ready
     }
 
     /// Where it listens.
@@ -295,7 +494,7 @@ impl Manager {
         self.stdout.read_to_string(&mut rest).unwrap();
         let status = self.child.wait().unwrap();
         let setup = self.setup.take().expect("a running Manager has its setup");
-        let log = fs::read_to_string(setup.log()).unwrap_or_default();
+        let log = setup.log();
         assert_eq!(status.code(), Some(0), "{log}");
         setup
     }
@@ -332,7 +531,7 @@ impl Drop for Manager {
         let _killed = self.child.kill();
         let _reaped = self.child.wait();
         if thread::panicking() {
-            let log = fs::read_to_string(setup.log()).unwrap_or_default();
+            let log = setup.log();
             eprintln!("the Manager ({ended:?}) logged:\n{log}");
         }
     }
@@ -340,14 +539,15 @@ impl Drop for Manager {
 
 impl Drop for Setup {
     fn drop(&mut self) {
-        remove_telemetry(self);
+        // A killed Manager leaves it for the inspection tool; nobody starts here again.
+        let _absent = fs::remove_file(self.telemetry_file());
     }
 }
 
-/// A killed Manager leaves its telemetry for the inspection tool; nobody starts here again.
-fn remove_telemetry(setup: &Setup) {
+/// Where the telemetry of a socket lies.
+pub fn telemetry_file(socket: &Path) -> PathBuf {
     use orbitkv_shm_protocol::telemetry::{resolved_socket, segment_name};
     let uid = rustix::process::geteuid().as_raw();
-    let name = segment_name(uid, &resolved_socket(&setup.socket()));
-    let _absent = rustix::shm::unlink(name);
+    let name = segment_name(uid, &resolved_socket(socket));
+    Path::new("/dev/shm").join(&name[1..])
 }

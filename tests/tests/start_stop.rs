@@ -67,7 +67,7 @@ fn a_start_that_cannot_work_makes_nothing() {
         (2, &["--spill", "most", "--ssd", "p"], &["--spill", "all"]),
         (3, &["--socket", "none/m.sock"], &["none", "folder of the socket"]),
         (3, &["--http", &port, "--dram", "16MiB"], &[&port, "--http-optional"]),
-        (3, &["--dram", "8TiB"], &["pool needs", "the host has", "lower --dram"]),
+        (3, &["--dram", "8TiB"], &["pool needs", "the host has", "available: lower --dram"]),
         (3, &["--dram", "16MiB", "--ssd", "/dev/shm/pages"], &["/dev/shm/pages", "tmpfs"]),
         (3, &["--dram", "16MiB", "--ssd", "none/pages"], &["none"]),
         (3, &["--dram", "16MiB", "--device", "cuda"], &["--device", "cuda"]),

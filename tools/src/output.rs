@@ -2,7 +2,7 @@
 //! and files, opened before the work, so that a bad path costs nothing.
 
 use std::fmt::Display;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, ErrorKind, Write, stderr, stdout};
 use std::path::PathBuf;
 
@@ -34,23 +34,35 @@ fn ignore_closed(written: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// A file named by a flag.
+/// A file named by a flag. What was there stays until something is written; a file that was made
+/// and never written goes when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Output {
     flag: &'static str,
     path: PathBuf,
     file: File,
+    made: bool,
+    written: bool,
 }
 
 impl Output {
-    /// Makes or empties the file of `--flag`, if one was given.
+    /// Makes or opens the file of `--flag`, if one was given.
     pub(crate) fn open(
         flag: &'static str,
         path: Option<PathBuf>,
     ) -> Result<Option<Self>, ToolError> {
         let Some(path) = path else { return Ok(None) };
-        match File::create(&path) {
-            Ok(file) => Ok(Some(Self { flag, path, file })),
+        let mut options = File::options();
+        options.write(true);
+        // Made only where nothing was, so that a run that is refused leaves nothing behind.
+        let (made, opened) = match options.open(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                (true, options.create_new(true).open(&path))
+            }
+            opened => (false, opened),
+        };
+        match opened {
+            Ok(file) => Ok(Some(Self { flag, path, file, made, written: false })),
             Err(source) => Err(ToolError::Output { flag, path, source }),
         }
     }
@@ -69,15 +81,26 @@ impl Output {
     }
 
     fn write(
-        self,
-        body: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+        mut self,
+        body: impl FnOnce(&mut BufWriter<&File>) -> io::Result<()>,
     ) -> Result<(), ToolError> {
-        let Self { flag, path, file } = self;
-        let mut writer = BufWriter::new(file);
-        body(&mut writer).and_then(|()| writer.flush()).map_err(|source| ToolError::Output {
-            flag,
-            path,
-            source,
+        self.written = true;
+        let mut writer = BufWriter::new(&self.file);
+        // A pipe or a terminal has no length.
+        let emptied = match self.file.metadata() {
+            Ok(metadata) if metadata.is_file() => self.file.set_len(0),
+            _ => Ok(()),
+        };
+        emptied.and_then(|()| body(&mut writer)).and_then(|()| writer.flush()).map_err(|source| {
+            ToolError::Output { flag: self.flag, path: self.path.clone(), source }
         })
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if self.made && !self.written {
+            let _gone = fs::remove_file(&self.path);
+        }
     }
 }

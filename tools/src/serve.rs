@@ -6,7 +6,10 @@ use std::thread;
 
 use clap::Args;
 use orbitkv_manager::config::ServeArgs;
+use orbitkv_manager::error::ServeError;
 use rustix::process::{Signal, getpid, kill_process};
+
+use crate::output::complain;
 
 /// Flags of `serve`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
@@ -21,11 +24,16 @@ pub(crate) struct ServeVerb {
 /// Runs the verb. The Manager prints its own errors.
 pub(crate) fn run(verb: &ServeVerb) -> ExitCode {
     if verb.stop_at_eof {
-        thread::spawn(|| {
+        let watched = thread::Builder::new().name("orbitkv-stdin".to_owned()).spawn(|| {
             let mut byte = [0];
             while std::io::stdin().read(&mut byte).is_ok_and(|bytes| bytes > 0) {}
             let _asked = kill_process(getpid(), Signal::TERM);
         });
+        if let Err(source) = watched {
+            let error = ServeError::System { what: "thread that watches standard input", source };
+            complain(format_args!("orbitkv: {error}"));
+            return error.exit_code().into();
+        }
     }
     orbitkv_manager::serve::serve(&verb.args)
 }

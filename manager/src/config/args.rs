@@ -41,7 +41,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "DUR", allow_hyphen_values = true)]
     pub operation_timeout: Option<String>,
     /// Address of /metrics and /healthz: IP:PORT, PORT or off
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", allow_hyphen_values = true)]
     pub http: Option<String>,
     /// Start without metrics when the address is taken
     #[arg(long)]

@@ -15,8 +15,11 @@ use super::{
     PAGE_BYTES_MAX, PAGE_BYTES_MIN, Priority, Replacement, SESSIONS_MAX, SOCKET_PATH_BYTES_MAX,
     SocketConfig, SpillPolicy, SsdConfig, SsdEngine, TimeConfig, WaitMode,
 };
+use crate::core::{FOOTER_BYTES, limits};
+use crate::ssd::format::Superblock;
 use crate::units::{Size, Span, parse_duration, parse_size};
 
+const NANOS_A_MS: u64 = 1_000_000;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -26,6 +29,12 @@ const TIB: u64 = 1 << 40;
 const DRAM_STEP: u64 = 2 * MIB;
 const DRAM_DEFAULT: u64 = GIB;
 const SSD_FILES_MAX: usize = 16;
+/// Bounds of one file, and what its length is a multiple of.
+const SSD_FILE_MIN: u64 = 2 * MIB;
+const SSD_FILE_MAX: u64 = 64 * TIB;
+const SSD_STEP: u64 = FOOTER_BYTES as u64;
+const _: () = assert!(SSD_FILE_MIN >= Superblock::CAPACITY_BYTES_MIN);
+const _: () = assert!(SSD_FILE_MAX <= Superblock::CAPACITY_BYTES_MAX);
 const IDS_MAX: usize = 64;
 
 impl Config {
@@ -94,7 +103,7 @@ impl Checked<'_> {
         let capacity = self.size(Key::SsdCapacity, 16 * GIB, 0, 256 * TIB)?;
         // Fields of a tier that is off are still checked: a slip must not wait for the day when
         // somebody turns it on.
-        let config = SsdConfig {
+        let mut config = SsdConfig {
             capacity_bytes: capacity,
             direct: self.choice(Key::SsdDirect, true, |word| match word {
                 "on" => Some(true),
@@ -106,8 +115,13 @@ impl Checked<'_> {
             write_in_flight_bytes: self.size(Key::SsdWriteInFlight, 2 * MIB, 256 * KIB, 8 * MIB)?,
             paths,
         };
-        if capacity != 0 && capacity < MIB {
-            return Err(self.out_of_range(Key::SsdCapacity, bytes(capacity)));
+        let files = config.paths.len().max(1) as u64;
+        if capacity != 0 && !(SSD_FILE_MIN..=SSD_FILE_MAX).contains(&(capacity / files)) {
+            let value = match files {
+                1 => bytes(capacity),
+                files => format!("{} for {files} files", bytes(capacity)),
+            };
+            return Err(self.out_of_range(Key::SsdCapacity, value));
         }
         if config.paths.is_empty() {
             return match self.0.get(Key::SsdCapacity) {
@@ -118,22 +132,43 @@ impl Checked<'_> {
                 _ => Ok(None),
             };
         }
+        config.capacity_bytes = capacity / files / SSD_STEP * SSD_STEP * files;
         Ok((capacity != 0).then_some(config))
     }
 
     fn budget(&self, dram_bytes: u64) -> Result<BudgetConfig, ConfigError> {
-        let query = self.size(Key::BudgetQuery, dram_bytes / 2, PAGE_BYTES_MIN, dram_bytes)?;
+        let query = self.size(
+            Key::BudgetQuery,
+            limits::query_budget_bytes(dram_bytes),
+            PAGE_BYTES_MIN,
+            dram_bytes,
+        )?;
         Ok(BudgetConfig {
             query_bytes: query,
             session_bytes: self.size(Key::BudgetSession, query, PAGE_BYTES_MIN, query)?,
-            speculative_bytes: self.size(Key::BudgetSpeculative, query / 4, 0, query)?,
+            speculative_bytes: self.size(
+                Key::BudgetSpeculative,
+                limits::speculative_budget_bytes(query),
+                0,
+                query,
+            )?,
         })
     }
 
     fn time(&self) -> Result<TimeConfig, ConfigError> {
         Ok(TimeConfig {
-            lease_ttl: self.duration(Key::TimeLeaseTtl, 30_000, 100, 3_600_000)?,
-            operation_timeout: self.duration(Key::TimeOperation, 5_000, 10, 600_000)?,
+            lease_ttl: self.duration(
+                Key::TimeLeaseTtl,
+                limits::LEASE_TTL_NS / NANOS_A_MS,
+                100,
+                3_600_000,
+            )?,
+            operation_timeout: self.duration(
+                Key::TimeOperation,
+                limits::OPERATION_TIMEOUT_NS / NANOS_A_MS,
+                10,
+                600_000,
+            )?,
             handshake_timeout: self.duration(Key::TimeHandshake, 5_000, 100, 60_000)?,
             stop_timeout: self.duration(Key::TimeStop, 8_000, 100, 9_000)?,
         })
@@ -156,10 +191,25 @@ impl Checked<'_> {
                 PAGE_BYTES_MIN,
                 PAGE_BYTES_MAX,
             )?,
-            scopes_per_session: self.count(Key::LimitScopes, 1024, 1, 65_536)?,
+            scopes_per_session: self.count(
+                Key::LimitScopes,
+                limits::SCOPES_PER_SESSION_MAX,
+                1,
+                65_536,
+            )?,
             memories_per_session: self.count(Key::LimitMemories, 1024, 1, 4096)?,
-            regions_per_session: self.count(Key::LimitRegions, 256, 1, 4096)?,
-            bad_requests: self.count(Key::LimitBadRequests, 16, 1, 1_000_000)?,
+            regions_per_session: self.count(
+                Key::LimitRegions,
+                limits::REGIONS_PER_SESSION_MAX,
+                1,
+                4096,
+            )?,
+            bad_requests: self.count(
+                Key::LimitBadRequests,
+                limits::BAD_REQUESTS_MAX,
+                1,
+                1_000_000,
+            )?,
         };
         if !limits.ring_capacity_max.is_power_of_two() {
             let value = limits.ring_capacity_max.to_string();

@@ -16,6 +16,14 @@ pub enum ConfigError {
         /// Why.
         source: io::Error,
     },
+    /// The file is longer than any configuration.
+    #[error("{}: not a configuration: longer than {bytes_max} bytes", path.display())]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// The bound.
+        bytes_max: u64,
+    },
     /// The file is no TOML.
     #[error("{}:{line}: not TOML: {message}", path.display())]
     Syntax {

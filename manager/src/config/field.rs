@@ -176,9 +176,9 @@ pub(crate) const FIELDS: &[Field] = &[
         name: "capacity",
         flag: Some("--ssd-capacity"),
         kind: Kind::Size,
-        range: "0 (tier off), or 1MiB to 256TiB, for all files together, shared equally",
+        range: "0 (tier off), or for all files together 2MiB to 64TiB a file, rounded down to 4 KiB",
         default: "16GiB",
-        cost: "preallocated; start-up reads one footer a slot",
+        cost: "shared equally and preallocated; start-up reads one footer a slot",
     },
     Field {
         key: Key::SsdDirect,

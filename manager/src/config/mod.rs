@@ -20,6 +20,9 @@ use std::time::Duration;
 use orbitkv_shm_protocol::bootstrap::message;
 use orbitkv_shm_protocol::layout;
 
+use crate::core::{FOOTER_BYTES, limits};
+use crate::ssd;
+
 pub use args::{ServeArgs, usage_line};
 pub use error::ConfigError;
 pub use field::Key;
@@ -28,9 +31,9 @@ pub use words::{FilePlace, Place, Words};
 /// Most sessions: what one `futex_waitv` holds (128 words) less the reactor's control word.
 pub const SESSIONS_MAX: u32 = 127;
 /// Bounds of a page image, in bytes.
-pub const PAGE_BYTES_MIN: u64 = 4 << 10;
+pub const PAGE_BYTES_MIN: u64 = limits::PAGE_BYTES_MIN;
 /// See [`PAGE_BYTES_MIN`].
-pub const PAGE_BYTES_MAX: u64 = 64 << 20;
+pub const PAGE_BYTES_MAX: u64 = limits::PAGE_BYTES_MAX;
 /// Connections that may wait before their first accepted message; the next is closed at once.
 pub const UNATTACHED_MAX: u32 = 32;
 /// Longest socket path, in bytes: a socket address holds 108 with its final zero, and the socket
@@ -40,7 +43,7 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 103;
 /// What the defaults depend on.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Machine {
-    /// `MemAvailable`, in bytes, where it is known.
+    /// Bytes that the host, and the control group, still give, where they are known.
     pub memory_available_bytes: Option<u64>,
     /// Where the socket goes when nobody says.
     pub socket_path: PathBuf,
@@ -275,18 +278,18 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("pages_per_request_max (entries)", layout::PAGES_PER_REQUEST_MAX as u64),
     ("done_words_max (an operation)", layout::DONE_WORDS_MAX as u64),
     ("page_bytes_min (bytes)", PAGE_BYTES_MIN),
-    ("restore_window (bytes, at least one page)", 4 << 20),
-    ("leases_max", 1 << 20),
-    ("namespaces_max (an epoch)", 4096),
-    ("copy_quantum (bytes, at least one page)", 1 << 20),
-    ("copies_in_flight (commands a direction)", 4),
-    ("pages_dropped (a turn, for forget and evict)", 1024),
-    ("ssd_reads_in_flight (commands)", 128),
-    ("ssd_reads_in_flight (bytes, at least one page)", 16 << 20),
-    ("ssd_writes_in_flight (commands)", 1024),
-    ("ssd_writes_in_flight (bytes, at least one page)", 8 << 20),
-    ("ssd_chunk (bytes)", 1 << 20),
-    ("ssd_footer (bytes a slot)", 4096),
+    ("restore_window (bytes, at least one page)", limits::READ_WINDOW_BYTES),
+    ("leases_max", limits::LEASES_MAX as u64),
+    ("namespaces_max (an epoch)", limits::NAMESPACES_MAX as u64),
+    ("copy_quantum (bytes, at least one page)", limits::COPY_QUANTUM_BYTES),
+    ("copies_in_flight (commands a direction)", limits::COPIES_IN_FLIGHT_MAX as u64),
+    ("pages_dropped (a turn, for forget and evict)", limits::PAGES_DROPPED_PER_TURN as u64),
+    ("ssd_reads_in_flight (commands)", limits::READS_IN_FLIGHT_MAX as u64),
+    ("ssd_reads_in_flight (bytes, at least one page)", limits::READS_IN_FLIGHT_BYTES),
+    ("ssd_writes_in_flight (commands)", limits::WRITES_IN_FLIGHT_MAX as u64),
+    ("ssd_writes_in_flight (bytes, at least one page)", limits::WRITES_IN_FLIGHT_BYTES),
+    ("ssd_chunk (bytes)", ssd::CHUNK_IMAGE_BYTES_MAX as u64),
+    ("ssd_footer (bytes a slot)", FOOTER_BYTES as u64),
     ("message_bytes_max (bytes)", message::MESSAGE_BYTES_MAX as u64),
     ("layout_segments_max (a page)", message::LAYOUT_SEGMENTS_MAX as u64),
     ("scope_members_max (a set)", message::SCOPE_MEMBERS_MAX as u64),

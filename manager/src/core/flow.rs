@@ -14,11 +14,10 @@ use super::event::{CopyFault, IoFault, Nanos, Ticket};
 use super::index::{Page, PageId};
 use super::job::{Entry, EntryState, Job, JobRef, Stage};
 use super::life::EvictionCursor;
+use super::limits::COPIES_IN_FLIGHT_MAX;
 use super::query::charge;
 use super::stats::SpillOutcome;
 
-/// Copy commands in flight in one direction.
-const COPIES_IN_FLIGHT_MAX: u32 = 4;
 /// Copy commands in flight of one operation.
 const COPIES_PER_JOB_MAX: u32 = 2;
 const NIL: u32 = u32::MAX;

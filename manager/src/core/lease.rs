@@ -4,12 +4,10 @@ use orbitkv_shm_protocol::ids::{EngineId, LeaseId, SessionId};
 
 use super::event::Nanos;
 use super::index::PageId;
+use super::limits::{LEASE_INDEX_BITS as INDEX_BITS, LEASES_MAX};
 use super::namespace::NamespaceId;
 use super::stats::LeaseEnd;
 
-const INDEX_BITS: u32 = 20;
-/// Most leases at one time.
-pub(super) const LEASES_MAX: usize = 1 << INDEX_BITS;
 const NIL: u32 = u32::MAX;
 
 /// One page of a lease.

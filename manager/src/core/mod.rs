@@ -12,6 +12,7 @@
 //! | `admission`, `query` | what a query may lease and what it waits for |
 //! | `save`, `restore`, `flow` | what is copied and read next, in fair turns |
 //! | `spill`, `recover` | what is written to SSD and what is found there again |
+//! | `limits` | the bounds of all of these |
 //! | `control` | release, cancel, forget, unregister, drain, closed sessions, deadlines |
 
 mod admission;
@@ -26,6 +27,7 @@ mod job;
 mod laws;
 mod lease;
 mod life;
+pub mod limits;
 mod namespace;
 mod query;
 mod recover;
@@ -102,9 +104,7 @@ pub struct CoreConfig {
     pub reads_in_flight_max: u32,
     /// Bytes of SSD writes handed to the tier, at least one page.
     pub writes_in_flight_bytes: u64,
-    /// SSD write commands handed to the tier: enough small pages that the writer has a megabyte to
-    /// sort and join while as much is on its way back (1,024 instead of 256 pages of 4 KiB: 1.7
-    /// times as many are written before they are evicted).
+    /// SSD write commands handed to the tier.
     pub writes_in_flight_max: u32,
     /// What enters the spill set.
     pub spill_policy: SpillPolicy,
@@ -126,29 +126,30 @@ impl CoreConfig {
     /// Defaults for a pool of `dram_bytes` without SSD: query budget half of it, speculative a
     /// quarter of that, sessions up to the query budget.
     pub fn with_dram(dram_bytes: u64) -> Self {
+        let query_budget_bytes = limits::query_budget_bytes(dram_bytes);
         Self {
             arena_bytes: vec![dram_bytes],
             devices: Vec::new(),
             last_generation: 0,
-            query_budget_bytes: dram_bytes / 2,
-            speculative_budget_bytes: dram_bytes / 8,
-            session_budget_bytes: dram_bytes / 2,
-            lease_ttl_ns: 30_000_000_000,
-            operation_timeout_ns: 5_000_000_000,
-            page_bytes_max: 64 << 20,
-            bad_requests_max: 16,
-            copy_quantum_bytes: 1 << 20,
-            read_window_bytes: 4 << 20,
-            reads_in_flight_bytes: 16 << 20,
-            reads_in_flight_max: 128,
-            writes_in_flight_bytes: 8 << 20,
-            writes_in_flight_max: 1024,
+            query_budget_bytes,
+            speculative_budget_bytes: limits::speculative_budget_bytes(query_budget_bytes),
+            session_budget_bytes: query_budget_bytes,
+            lease_ttl_ns: limits::LEASE_TTL_NS,
+            operation_timeout_ns: limits::OPERATION_TIMEOUT_NS,
+            page_bytes_max: limits::PAGE_BYTES_MAX,
+            bad_requests_max: limits::BAD_REQUESTS_MAX,
+            copy_quantum_bytes: limits::COPY_QUANTUM_BYTES,
+            read_window_bytes: limits::READ_WINDOW_BYTES,
+            reads_in_flight_bytes: limits::READS_IN_FLIGHT_BYTES,
+            reads_in_flight_max: limits::READS_IN_FLIGHT_MAX,
+            writes_in_flight_bytes: limits::WRITES_IN_FLIGHT_BYTES,
+            writes_in_flight_max: limits::WRITES_IN_FLIGHT_MAX,
             spill_policy: SpillPolicy::All,
             hash_seed: 0x6f72_6269_746b_7600,
-            namespaces_max: 4096,
-            scopes_per_session_max: 1024,
-            regions_per_session_max: 256,
-            pages_dropped_per_turn: 1024,
+            namespaces_max: limits::NAMESPACES_MAX,
+            scopes_per_session_max: limits::SCOPES_PER_SESSION_MAX as usize,
+            regions_per_session_max: limits::REGIONS_PER_SESSION_MAX as usize,
+            pages_dropped_per_turn: limits::PAGES_DROPPED_PER_TURN,
             report_drops: false,
         }
     }

@@ -71,7 +71,10 @@ pub enum ListenError {
         path: PathBuf,
     },
     /// A system call failed.
-    #[error("{}: {operation}: {errno}", path.display())]
+    #[error(
+        "{}: {operation}: {errno}: put that right, or choose another --socket",
+        path.display()
+    )]
     System {
         /// What was tried.
         operation: &'static str,

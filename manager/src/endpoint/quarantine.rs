@@ -8,6 +8,7 @@ use orbitkv_shm_protocol::bootstrap::message::Refusal;
 use orbitkv_shm_protocol::bootstrap::peer::PeerCredentials;
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::telemetry::RefuseReason;
+use rustix::io::Errno;
 
 use crate::clock::nanos_of;
 use crate::core::Nanos;
@@ -136,6 +137,7 @@ pub(super) struct Quarantine {
     closed: [Limiter; CloseCause::LABELS.len()],
     refused: [Limiter; REFUSAL_LABELS.len()],
     attached: Limiter,
+    not_accepted: Limiter,
 }
 
 impl Quarantine {
@@ -145,11 +147,24 @@ impl Quarantine {
             closed[cause.index()] = Limiter::of(SESSION_LINES_MAX);
         }
         let attached = Limiter::of(SESSION_LINES_MAX);
-        Self { counters, closed, refused: Default::default(), attached }
+        let not_accepted = Limiter::default();
+        Self { counters, closed, refused: Default::default(), attached, not_accepted }
     }
 
     pub(super) fn counters(&self) -> &EndpointCounters {
         &self.counters
+    }
+
+    /// The kernel gives no more connections for now.
+    pub(super) fn cannot_accept(&mut self, now: Nanos, errno: Errno) {
+        if let Some(suppressed) = self.not_accepted.admit(now) {
+            tracing::warn!(
+                %errno,
+                suppressed,
+                "cannot accept connections for a moment: they wait; the limit of open descriptors \
+                 (ulimit -n, LimitNOFILE=) may be too low"
+            );
+        }
     }
 
     /// A connection became a session.

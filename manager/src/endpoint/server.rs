@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::Refusal;
+use orbitkv_shm_protocol::bootstrap::peer::PeerError;
 use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::ids::SessionId;
 use ringbuf::traits::{Consumer, Observer, Producer};
@@ -236,8 +237,9 @@ impl<I: Importer> Server<I> {
                 Ok(None) => return,
                 Err(errno) => {
                     // Without a pause a full descriptor table would make this loop spin.
-                    tracing::warn!(%errno, "cannot accept connections for a moment");
-                    self.accept_again = self.clock.now().saturating_add(nanos_of(ACCEPT_PAUSE));
+                    let now = self.clock.now();
+                    self.quarantine.cannot_accept(now, errno);
+                    self.accept_again = now.saturating_add(nanos_of(ACCEPT_PAUSE));
                     return;
                 }
             }
@@ -250,10 +252,17 @@ impl<I: Importer> Server<I> {
         let peer = match Peer::of(&socket) {
             Ok(peer) => peer,
             Err(error) => {
+                let (refusal, cause) = match error {
+                    // Ours to have: not a word about who it is.
+                    PeerError::System {
+                        errno: Errno::MFILE | Errno::NFILE | Errno::NOMEM, ..
+                    } => (Refusal::NoResources, CloseCause::SocketFault),
+                    _ => (Refusal::NotAllowed, CloseCause::NotAllowed),
+                };
                 let text = error.to_string();
-                self.quarantine.refused(now, None, None, Refusal::NotAllowed, &text);
-                self.quarantine.closed(now, None, None, None, CloseCause::NotAllowed);
-                drop(send_refusal(&socket, Refusal::NotAllowed, text));
+                self.quarantine.refused(now, None, None, refusal, &text);
+                self.quarantine.closed(now, None, None, None, cause);
+                drop(send_refusal(&socket, refusal, text));
                 return;
             }
         };

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use rustix::io::Errno;
@@ -63,7 +64,9 @@ impl DramPool {
         prefault(&arenas, prefault_threads(config.prefault_threads))?;
         let huge_bytes = huge_bytes(&arenas, config.huge_pages);
         if config.huge_pages == HugePages::Require && huge_bytes < total {
-            return Err(PoolError::NoHugePages { needed_bytes: total, obtained_bytes: huge_bytes });
+            // Reserved ones that do not suffice are worth knowing about too.
+            let obtained_bytes = huge_bytes.max(host::hugetlb_free_bytes());
+            return Err(PoolError::NoHugePages { needed_bytes: total, obtained_bytes });
         }
         let page_mode = page_mode(&arenas, huge_bytes, total);
         Ok(Self { arenas, page_mode, huge_bytes, placement })
@@ -308,31 +311,34 @@ fn prefault_threads(asked: usize) -> usize {
     wanted.min(PREFAULT_THREADS_MAX)
 }
 
-/// Touches every page. Each thread takes every n-th chunk: no queue, nothing to wait for but the
-/// last thread.
+/// Touches every page. Each thread takes the next chunk until none is left; this one helps, so that
+/// a system that gives no threads only makes it slower.
 fn prefault(arenas: &[Arena], threads: usize) -> Result<(), PoolError> {
-    let chunks = || {
-        arenas.iter().flat_map(|arena| {
+    let chunks: Vec<_> = arenas
+        .iter()
+        .flat_map(|arena| {
             (0..arena.bytes)
                 .step_by(PREFAULT_CHUNK_BYTES)
                 .map(move |offset| (arena, offset, PREFAULT_CHUNK_BYTES.min(arena.bytes - offset)))
         })
+        .collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some((arena, offset, bytes)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            prefault_chunk(arena, *offset, *bytes)?;
+        }
+        Ok(())
     };
     thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|worker| {
-                scope.spawn(move || {
-                    chunks()
-                        .skip(worker)
-                        .step_by(threads)
-                        .try_for_each(|(arena, offset, bytes)| prefault_chunk(arena, offset, bytes))
-                })
-            })
-            .collect();
-        workers.into_iter().try_for_each(|worker| match worker.join() {
+        let helper = || thread::Builder::new().name("orbitkv-prefault".to_owned());
+        let helpers: Vec<_> =
+            (1..threads).map_while(|_| helper().spawn_scoped(scope, work).ok()).collect();
+        let own = work();
+        let join = |helper: thread::ScopedJoinHandle<'_, _>| match helper.join() {
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
-        })
+        };
+        helpers.into_iter().map(join).fold(own, Result::and)
     })
 }
 
@@ -347,6 +353,13 @@ fn prefault_chunk(arena: &Arena, offset: usize, bytes: usize) -> Result<(), Pool
             Err(Errno::INVAL) => {
                 touch(start, bytes);
                 return Ok(());
+            }
+            // The reserve was promised and is not given: a limit of a control group on huge pages.
+            Err(Errno::FAULT) if arena.reserved => {
+                return Err(PoolError::NoHugePages {
+                    needed_bytes: arena.bytes as u64,
+                    obtained_bytes: offset as u64,
+                });
             }
             Err(errno) => {
                 return Err(PoolError::System {

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Bytes of one huge page.
 pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
@@ -12,6 +12,8 @@ pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
 pub(super) const NODES_MAX: usize = 64;
 /// Deepest control group hierarchy that is walked.
 const CGROUP_DEPTH_MAX: usize = 64;
+/// Version 1 says "no limit" by the largest number of whole pages; the size of a page varies.
+const CGROUP_V1_UNLIMITED: u64 = i64::MAX as u64 - (64 << 10) + 1;
 
 /// Bytes that the host can give without swapping, or `None` when it does not say.
 pub(crate) fn available_bytes() -> Option<u64> {
@@ -24,28 +26,96 @@ pub(crate) fn hugetlb_free_bytes() -> u64 {
     std::fs::read_to_string("/proc/meminfo").ok().map_or(0, |text| hugetlb_free(&text))
 }
 
-/// Bytes that the control groups of this process still allow, or `None` without a limit.
+/// Bytes that the control groups of this process still allow, of either version, or `None` without
+/// a limit.
 ///
 /// Page cache counts as free: the kernel takes it back before it kills.
 pub(crate) fn cgroup_available_bytes() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let path = own.lines().find_map(|line| line.strip_prefix("0::"))?;
-    let root = Path::new("/sys/fs/cgroup");
-    let mut folder: PathBuf = root.join(path.trim_start_matches('/'));
-    let mut least = None;
-    for _ in 0..CGROUP_DEPTH_MAX {
-        let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-        if let (Some(max), Some(current)) = (read("memory.max"), read("memory.current"))
-            && let Some(left) =
-                cgroup_left(&max, &current, &read("memory.stat").unwrap_or_default())
-        {
-            least = Some(least.map_or(left, |least: u64| least.min(left)));
-        }
-        if folder == root || !folder.pop() {
-            break;
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let places = [Cgroup::V2, Cgroup::V1].map(|version| version.place(&own, &mounts));
+    let lefts = places.into_iter().flatten().filter_map(|place| place.least_left());
+    lefts.min()
+}
+
+/// The two versions name their files differently.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Cgroup {
+    V1,
+    V2,
+}
+
+/// Where the limits of this process are read: its own folder and all above it, up to the mount.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct CgroupPlace {
+    version: Cgroup,
+    mount: PathBuf,
+    folder: PathBuf,
+}
+
+impl Cgroup {
+    /// Names of the limit, of what is used, and of page cache in `memory.stat`. In version 1 only
+    /// the `total_` fields count what lies below, as the usage does.
+    const fn names(self) -> (&'static str, &'static str, [&'static str; 2]) {
+        match self {
+            Self::V1 => (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                ["total_inactive_file ", "total_active_file "],
+            ),
+            Self::V2 => ("memory.max", "memory.current", ["inactive_file ", "active_file "]),
         }
     }
-    least
+
+    /// From `/proc/self/cgroup` and `/proc/self/mountinfo`.
+    fn place(self, own: &str, mounts: &str) -> Option<CgroupPlace> {
+        // "4:memory:/path" or "0::/path"
+        let path = own.lines().find_map(|line| {
+            let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+            let ours = match self {
+                Self::V1 => controllers.split(',').any(|name| name == "memory"),
+                Self::V2 => controllers.is_empty(),
+            };
+            ours.then_some(path)
+        })?;
+        // "36 25 0:31 ROOT MOUNT rw,… - cgroup SOURCE rw,memory"
+        let (root, mount) = mounts.lines().find_map(|line| {
+            let (place, kind) = line.split_once(" - ")?;
+            let mut kind = kind.split(' ');
+            let ours = match (self, kind.next()?) {
+                (Self::V1, "cgroup") => kind.nth(1)?.split(',').any(|name| name == "memory"),
+                (Self::V2, "cgroup2") => true,
+                _ => false,
+            };
+            let mut place = place.split(' ').skip(3);
+            ours.then_some((place.next()?, place.next()?))
+        })?;
+        let mount = PathBuf::from(mount);
+        // In a container the mount may show only the process's own part of the tree.
+        let below = path.strip_prefix(root).unwrap_or(path).trim_start_matches('/');
+        Some(CgroupPlace { version: self, folder: mount.join(below), mount })
+    }
+}
+
+impl CgroupPlace {
+    fn least_left(self) -> Option<u64> {
+        let (limit, used, cache) = self.version.names();
+        let mut folder = self.folder;
+        let mut least: Option<u64> = None;
+        for _ in 0..CGROUP_DEPTH_MAX {
+            let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
+            if let (Some(limit), Some(used)) = (read(limit), read(used))
+                && let Some(left) =
+                    cgroup_left(&limit, &used, &read("memory.stat").unwrap_or_default(), cache)
+            {
+                least = Some(least.map_or(left, |least| least.min(left)));
+            }
+            if folder == self.mount || !folder.pop() {
+                break;
+            }
+        }
+        least
+    }
 }
 
 /// Nodes that have memory, at most [`NODES_MAX`] of them.
@@ -89,13 +159,13 @@ fn hugetlb_free(meminfo: &str) -> u64 {
         .saturating_mul(HUGE_PAGE_BYTES)
 }
 
-fn cgroup_left(max: &str, current: &str, stat: &str) -> Option<u64> {
+fn cgroup_left(max: &str, current: &str, stat: &str, cache: [&str; 2]) -> Option<u64> {
     let field = |name: &str| {
         stat.lines().find_map(|line| line.strip_prefix(name)).and_then(number).unwrap_or(0)
     };
-    let cache = field("inactive_file ").saturating_add(field("active_file "));
-    // "max" is no limit.
-    let limit = number(max)?;
+    let cache = field(cache[0]).saturating_add(field(cache[1]));
+    // "max" is no limit, and neither is what version 1 says instead.
+    let limit = number(max).filter(|limit| *limit < CGROUP_V1_UNLIMITED)?;
     Some(limit.saturating_sub(number(current)?.saturating_sub(cache)))
 }
 
@@ -167,10 +237,32 @@ mod tests {
 
     #[test]
     fn cgroup_limit_gives_back_page_cache_and_knows_no_limit() {
-        let stat = "anon 10\ninactive_file 300\nactive_file 200\n";
-        assert_eq!(cgroup_left("1000\n", "900\n", stat), Some(600));
-        assert_eq!(cgroup_left("1000\n", "1700\n", stat), Some(0));
-        assert_eq!(cgroup_left("max\n", "900\n", stat), None);
+        let stat = "anon 10\ninactive_file 300\nactive_file 200\ntotal_inactive_file 7\n";
+        let (.., v2) = Cgroup::V2.names();
+        assert_eq!(cgroup_left("1000\n", "900\n", stat, v2), Some(600));
+        assert_eq!(cgroup_left("1000\n", "1700\n", stat, v2), Some(0));
+        assert_eq!(cgroup_left("max\n", "900\n", stat, v2), None);
+        let (.., v1) = Cgroup::V1.names();
+        assert_eq!(cgroup_left("1000\n", "900\n", stat, v1), Some(107));
+        assert_eq!(cgroup_left("9223372036854771712\n", "900\n", stat, v1), None);
+    }
+
+    #[test]
+    fn a_control_group_is_found_below_its_mount() {
+        let mounts = "30 23 0:26 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
+                      31 23 0:27 /docker/7 /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
+                      32 23 0:28 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+        let own = "5:cpu:/a\n4:memory,x:/docker/7/inner\n0::/user/8\n";
+        let place = |version: Cgroup| {
+            let place = version.place(own, mounts).expect("a place");
+            (place.mount.display().to_string(), place.folder.display().to_string())
+        };
+        let v1 = ("/sys/fs/cgroup/memory".to_owned(), "/sys/fs/cgroup/memory/inner".to_owned());
+        assert_eq!(place(Cgroup::V1), v1);
+        let v2 = ("/sys/fs/cgroup/unified".to_owned(), "/sys/fs/cgroup/unified/user/8".to_owned());
+        assert_eq!(place(Cgroup::V2), v2);
+        assert_eq!(Cgroup::V1.place("0::/\n", mounts), None);
+        assert_eq!(Cgroup::V2.place(own, "garbage"), None);
     }
 
     #[test]

@@ -7,6 +7,12 @@ use rustix::io::Errno;
 
 pub use arena::DramPool;
 
+/// Bytes that this process may still take without swapping or being killed: what the host can give
+/// and what its control groups allow, where they say so.
+pub fn available_bytes() -> Option<u64> {
+    [host::available_bytes(), host::cgroup_available_bytes()].into_iter().flatten().min()
+}
+
 /// Whether the pool insists on 2 MiB pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePages {
@@ -85,7 +91,8 @@ pub enum PoolError {
     },
     /// Checked before any page is touched.
     #[error(
-        "pool needs {needed_bytes} bytes (headroom included), {} has {available_bytes}: lower --dram",
+        "pool needs {needed_bytes} bytes (headroom included), {} has {available_bytes} available: \
+         lower --dram",
         match short_of { ShortOf::Host => "the host", ShortOf::ControlGroup => "the control group" }
     )]
     NoMemory {
@@ -98,8 +105,11 @@ pub enum PoolError {
     },
     /// `HugePages::Require` and the kernel had too few.
     #[error(
-        "pool needs {needed_bytes} bytes of 2 MiB pages, got {obtained_bytes}: reserve them \
-         (vm.nr_hugepages), allow transparent ones, or use --huge-pages prefer"
+        "pool needs {} pages of 2 MiB ({needed_bytes} bytes), got {}: reserve them \
+         (vm.nr_hugepages, and the hugetlb limit of the control group), allow transparent ones, or \
+         use --huge-pages prefer",
+        needed_bytes >> 21,
+        obtained_bytes >> 21
     )]
     NoHugePages {
         /// The whole pool.

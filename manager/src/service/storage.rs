@@ -158,7 +158,8 @@ impl Storage {
                 },
                 direct: info.direct,
                 preallocated: info.preallocated,
-                registered: status.read_mode.registered_bytes > 0,
+                registered: status.read_mode.registered_bytes > 0
+                    && status.write_mode.registered_bytes > 0,
                 health: match status.health {
                     Health::Healthy => SsdHealth::Healthy,
                     Health::ReadOnly => SsdHealth::ReadOnly,

@@ -80,7 +80,7 @@ impl BlockingEngine {
 impl Engine for BlockingEngine {
     fn mode(&self) -> EngineMode {
         let kind = EngineKind::Blocking(self.threads.len() as u16);
-        EngineMode { kind, registered_bytes: 0 }
+        EngineMode { kind, registered_bytes: 0, register_errno: None }
     }
 
     fn depth(&self) -> usize {

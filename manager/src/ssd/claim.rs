@@ -16,13 +16,13 @@ use super::tier::SsdConfig;
 /// A blank file up to this length is taken for a new one.
 const BLANK_BYTES_MAX: u64 = 1 << 20;
 
-/// Files that a failing start removes again.
-#[derive(Default)]
-pub(crate) struct MadeFiles(Vec<PathBuf>);
+/// Files that a failing start removes again: those that it made, when this is dropped.
+#[derive(Default, Debug)]
+pub struct MadeFiles(Vec<PathBuf>);
 
 impl MadeFiles {
     /// The start has succeeded.
-    pub(crate) fn keep(&mut self) {
+    pub fn keep(&mut self) {
         self.0.clear();
     }
 }
@@ -50,8 +50,14 @@ impl Claimed {
         config: &SsdConfig,
         made: &mut MadeFiles,
     ) -> Result<Self, SsdError> {
-        let is_new = !path.exists();
-        let mut file = SsdFile::open(path, Access::Tier { direct: config.direct })?;
+        let is_new = path.symlink_metadata().is_err();
+        let opened = SsdFile::open(path, Access::Tier { direct: config.direct });
+        let mut file = opened.inspect_err(|error| {
+            // One that another process has was made by that process, a moment before us.
+            if is_new && !matches!(error, SsdError::Locked { .. }) {
+                let _ = std::fs::remove_file(path);
+            }
+        })?;
         if is_new {
             made.0.push(path.to_owned());
         }
@@ -60,6 +66,7 @@ impl Claimed {
         // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
         // that was cut off.
         let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {
+            file.check_space(want)?;
             format(&file, want, config.slot_bytes_max)?
         } else {
             metadata::load(&file)?

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use rustix::io::Errno;
 
 use super::format::{FORMAT, Superblock};
+use crate::error::remedy;
 
 /// A failure of the SSD tier outside the data path, by cause.
 #[derive(Debug, thiserror::Error)]
@@ -21,6 +22,25 @@ pub enum SsdError {
         /// The path.
         path: PathBuf,
     },
+    /// A symbolic link that leads nowhere. What it names may lie anywhere: nothing is made there.
+    #[error(
+        "ssd path {path} is a symbolic link to {target}, which does not exist; make that file, or \
+         remove the link"
+    )]
+    DanglingLink {
+        /// The link.
+        path: PathBuf,
+        /// Where it leads.
+        target: PathBuf,
+    },
+    /// Two paths of one tier name one file.
+    #[error("ssd path {path} is the same file as {first}; name each file once")]
+    SameFile {
+        /// The second path.
+        path: PathBuf,
+        /// The first one.
+        first: PathBuf,
+    },
     /// The file system is memory.
     #[error(
         "ssd file {path} would lie on {file_system}, which is memory and not a disk; choose a path \
@@ -32,7 +52,7 @@ pub enum SsdError {
         /// What it lies on.
         file_system: &'static str,
     },
-    /// Two paths name one file, or another process holds it.
+    /// Another process holds it.
     #[error(
         "ssd file {path} is in use{}; stop that process or choose another path",
         .holder.map(|pid| format!(" by process {pid}")).unwrap_or_default()
@@ -109,21 +129,21 @@ pub enum SsdError {
     },
     /// The disk is too full to hold the whole file.
     #[error(
-        "ssd file {path}: reserving {want} bytes failed, {free} are free; free space or lower the \
-         capacity"
+        "ssd file {path} needs {needed} bytes more of its disk, which has {free} free; free space or \
+         lower --ssd-capacity"
     )]
     NoSpace {
         /// The file.
         path: PathBuf,
-        /// Capacity asked for, in bytes.
-        want: u64,
+        /// Bytes that its capacity takes beyond what the file has already.
+        needed: u64,
         /// Bytes that the file system would still give.
         free: u64,
     },
     /// The file system cannot do direct I/O.
     #[error(
-        "ssd file {path}: its file system refuses O_DIRECT; choose another path, or turn direct I/O \
-         off (it then goes through the page cache)"
+        "ssd file {path}: its file system refuses O_DIRECT; choose another path, or say --ssd-direct off \
+         (it then goes through the page cache)"
     )]
     NoDirectIo {
         /// The file.
@@ -159,7 +179,7 @@ pub enum SsdError {
         errno: Errno,
     },
     /// A thread or descriptor of the tier could not be made.
-    #[error("ssd tier: {operation} failed: {errno}")]
+    #[error("ssd tier: {operation} failed: {errno}{}", remedy(Some(*errno)))]
     System {
         /// What was tried.
         operation: &'static str,

@@ -125,7 +125,7 @@ impl FakeEngine {
 
 impl Engine for FakeEngine {
     fn mode(&self) -> EngineMode {
-        EngineMode { kind: EngineKind::Fake, registered_bytes: 0 }
+        EngineMode { kind: EngineKind::Fake, registered_bytes: 0, register_errno: None }
     }
 
     fn depth(&self) -> usize {

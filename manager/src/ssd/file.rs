@@ -45,6 +45,16 @@ impl SsdFile {
     /// Opens and locks the file. It may be empty afterwards, or hold anything.
     pub(crate) fn open(path: &Path, access: Access) -> Result<Self, SsdError> {
         let path = path.to_owned();
+        match path.metadata() {
+            Ok(metadata) if !metadata.is_file() => return Err(SsdError::NotAFile { path }),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                if let Ok(target) = path.read_link() {
+                    return Err(SsdError::DanglingLink { path, target });
+                }
+            }
+            // What else is wrong shows below.
+            _ => {}
+        }
         if matches!(access, Access::Tier { .. }) {
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
             let folder = folder.unwrap_or(Path::new("."));
@@ -55,9 +65,6 @@ impl SsdFile {
             if let Ok(stat) = rustix::fs::statfs(folder) {
                 refuse_memory(stat.f_type as u64, &path)?;
             }
-        }
-        if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
-            return Err(SsdError::NotAFile { path });
         }
         let (write, lock) = match access {
             Access::Tier { .. } => (true, FlockOperation::NonBlockingLockExclusive),
@@ -90,6 +97,13 @@ impl SsdFile {
         &self.path
     }
 
+    /// Whether `path` leads to this very file, by whatever name.
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
+        let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+        let ours = self.file.metadata().map(identity);
+        ours.is_ok_and(|ours| path.metadata().map(identity).is_ok_and(|theirs| theirs == ours))
+    }
+
     /// True when I/O goes around the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct
@@ -115,14 +129,23 @@ impl SsdFile {
     /// reserve gets the length only, and says so in the log and in
     /// [`is_preallocated`](Self::is_preallocated).
     pub(crate) fn reserve(&mut self, capacity_bytes: u64) -> Result<(), SsdError> {
-        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, capacity_bytes) {
+        let before = self.len()?;
+        let reserve = |bytes| rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, bytes);
+        // The first block is there already: this asks only whether the file system can reserve.
+        let reserved = match reserve(BLOCK_BYTES as u64) {
+            Ok(()) => {
+                self.check_space(capacity_bytes)?;
+                reserve(capacity_bytes)
+            }
+            cannot => cannot,
+        };
+        match reserved {
             Ok(()) => self.preallocated = true,
             Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => {
-                let free = rustix::fs::fstatvfs(&self.file)
-                    .map(|stat| stat.f_bavail * stat.f_frsize)
-                    .unwrap_or(0);
-                let path = self.path.clone();
-                return Err(SsdError::NoSpace { path, want: capacity_bytes, free });
+                // A part may have been reserved: what the file did not have goes back.
+                let _ = self.file.set_len(before);
+                let (needed, free) = self.space(capacity_bytes)?;
+                return Err(SsdError::NoSpace { path: self.path.clone(), needed, free });
             }
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
                 tracing::warn!(
@@ -142,6 +165,28 @@ impl SsdFile {
         // The file holds everybody's KV. Not ours to change is no reason to stop.
         let _ = self.file.set_permissions(std::fs::Permissions::from_mode(0o600));
         Ok(())
+    }
+
+    /// Refuses before the disk is filled to the brim for nothing.
+    pub(crate) fn check_space(&self, capacity_bytes: u64) -> Result<(), SsdError> {
+        let (needed, free) = self.space(capacity_bytes)?;
+        if needed > free {
+            return Err(SsdError::NoSpace { path: self.path.clone(), needed, free });
+        }
+        Ok(())
+    }
+
+    /// Bytes that a capacity takes beyond what the file has, and bytes that the disk has.
+    fn space(&self, capacity_bytes: u64) -> Result<(u64, u64), SsdError> {
+        let metadata = self.file.metadata().map_err(|error| self.failed("stat", 0, 0, &error))?;
+        let free = rustix::fs::fstatvfs(&self.file)
+            .map(|stat| match stat.f_blocks {
+                // Some file systems do not know how large they are.
+                0 => u64::MAX,
+                _ => stat.f_bavail.saturating_mul(stat.f_frsize),
+            })
+            .map_err(|errno| io_error("statvfs", &self.path, 0, 0, errno))?;
+        Ok((capacity_bytes.saturating_sub(metadata.blocks().saturating_mul(512)), free))
     }
 
     /// Fills `blocks` from `offset`. A file that ends before is an error (`Errno::NODATA`).
@@ -194,13 +239,21 @@ impl SsdFile {
         Ok(true)
     }
 
+    /// Turns direct I/O on where the file system can do it; says whether.
     fn set_direct(&mut self) -> Result<bool, SsdError> {
-        let flags = rustix::fs::fcntl_getfl(&self.file)
-            .map_err(|errno| io_error("fcntl", &self.path, 0, 0, errno))?;
+        let failed = |errno| io_error("fcntl", &self.path, 0, 0, errno);
+        let flags = rustix::fs::fcntl_getfl(&self.file).map_err(failed)?;
         match rustix::fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT) {
-            Ok(()) => self.direct = true,
-            Err(Errno::INVAL) => {}
-            Err(errno) => return Err(io_error("fcntl", &self.path, 0, 0, errno)),
+            Ok(()) => {}
+            Err(Errno::INVAL) => return Ok(false),
+            Err(errno) => return Err(failed(errno)),
+        }
+        // A layered file system takes the flag and learns only from the one below that it cannot.
+        let mut block = [Block::ZERO];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+        self.direct = rustix::io::pread(&self.file, bytes, 0) != Err(Errno::INVAL);
+        if !self.direct {
+            rustix::fs::fcntl_setfl(&self.file, flags).map_err(failed)?;
         }
         Ok(self.direct)
     }

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use rustix::io::Errno;
+
 use crate::core::{Extent, IoFault};
 
 use super::format::{BLOCK_BYTES, Block};
@@ -205,6 +207,8 @@ pub struct EngineMode {
     pub kind: EngineKind,
     /// DRAM registered with the ring as fixed buffers, in bytes; zero where memlock forbids it.
     pub registered_bytes: u64,
+    /// What the kernel said when it did not register them.
+    pub register_errno: Option<Errno>,
 }
 
 impl EngineMode {

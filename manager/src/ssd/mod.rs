@@ -46,14 +46,16 @@ mod fake;
 #[cfg(test)]
 mod worker_tests;
 
+pub use claim::MadeFiles;
 pub use counters::DeviceSnapshot;
 pub use device::{DeviceInfo, DeviceStatus, Health, Notify};
 pub use engine::EngineChoice;
 pub use error::SsdError;
+pub(crate) use io::CHUNK_IMAGE_BYTES_MAX;
 pub use io::{EngineKind, EngineMode, TaskRun};
 pub use order::{ReadOrder, SsdEnd, WriteOrder};
 pub use recover::SlotCounts;
-pub use tier::{QueueFull, Recovery, SsdConfig, SsdTier};
+pub use tier::{ClaimedTier, QueueFull, Recovery, SsdConfig, SsdTier};
 pub use verify::verify;
 
 /// Files of one tier at most.

@@ -14,14 +14,12 @@ use super::order::ReadOrder;
 use super::verifier::ReadResult;
 use super::window::Window;
 use super::worker::Duty;
+use crate::core::limits::READS_IN_FLIGHT_BYTES;
 use crate::core::{FOOTER_BYTES, RegionGeometry};
 use crate::core::{IoFault, Slot};
 
 /// Chunks of reads in the kernel at most.
 pub(crate) const READ_DEPTH: u16 = 64;
-/// Image bytes of reads in the kernel at most (one chunk at least): enough for any drive, and what
-/// the kernel has cannot be taken back.
-const READ_BYTES_IN_FLIGHT: u64 = 16 << 20;
 /// Images up to this length in neighbouring slots are read with one request.
 const COALESCE_IMAGE_BYTES_MAX: u32 = 128 << 10;
 
@@ -82,7 +80,7 @@ impl Reader {
         let image = padded_image(&order);
         let bytes = CHUNK_IMAGE_BYTES_MAX.min(image - sent);
         if !self.flight.has_failed(page) {
-            if !self.flight.has_room(bytes, READ_BYTES_IN_FLIGHT) {
+            if !self.flight.has_room(bytes, READS_IN_FLIGHT_BYTES) {
                 return false;
             }
             let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
@@ -111,7 +109,8 @@ impl Reader {
         {
             let image = padded_image(&next);
             let total = chunk.image_bytes() + image;
-            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READ_BYTES_IN_FLIGHT) {
+            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READS_IN_FLIGHT_BYTES)
+            {
                 break;
             }
             self.window.pop();
@@ -152,7 +151,7 @@ impl Duty for Reader {
             let small = |order| is_small(&order).then_some(order);
             self.window.refill(&mut self.backlog, small, |order| order.slot.offset);
             if let Some(order) = self.window.front() {
-                if !self.flight.has_room(padded_image(&order), READ_BYTES_IN_FLIGHT) {
+                if !self.flight.has_room(padded_image(&order), READS_IN_FLIGHT_BYTES) {
                     return;
                 }
                 self.window.pop();

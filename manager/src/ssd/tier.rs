@@ -43,6 +43,49 @@ pub struct SsdConfig {
     pub arena_bytes: Vec<u64>,
 }
 
+/// The files of a tier, locked and with their space reserved, before there is memory to read them
+/// into. Dropped, it removes the files that it made, unless somebody took them over
+/// ([`made_files`](Self::made_files)).
+pub struct ClaimedTier {
+    resolved: Resolved,
+    files: Vec<Claimed>,
+    made: MadeFiles,
+    write_in_flight_bytes: u64,
+}
+
+impl ClaimedTier {
+    /// Claims, makes or grows the files: everything that can be wrong with a path or a disk shows
+    /// here, and takes no time.
+    ///
+    /// # Errors
+    ///
+    /// See [`SsdError`]. Files that were made by this call are removed again.
+    pub fn claim(config: &SsdConfig) -> Result<Self, SsdError> {
+        let count = config.paths.len();
+        if count == 0 || count > DEVICES_MAX {
+            return Err(SsdError::FileCount { count });
+        }
+        let resolved = resolve(config.engine)?;
+        let mut made = MadeFiles::default();
+        let mut files: Vec<Claimed> = Vec::new();
+        for path in &config.paths {
+            if let Some(same) = files.iter().find(|claimed| claimed.file.is_at(path)) {
+                let first = same.file.path().to_owned();
+                return Err(SsdError::SameFile { path: path.clone(), first });
+            }
+            files.push(Claimed::open(path, config, &mut made)?);
+        }
+        let write_in_flight_bytes = config.write_in_flight_bytes;
+        Ok(Self { resolved, files, made, write_in_flight_bytes })
+    }
+
+    /// The files that the claim made: they go when these are dropped before all else that a start
+    /// needs is there too.
+    pub fn made_files(&mut self) -> MadeFiles {
+        std::mem::take(&mut self.made)
+    }
+}
+
 /// What was on SSD.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Recovery {
@@ -81,10 +124,7 @@ pub struct SsdTier {
 }
 
 impl SsdTier {
-    /// Claims, makes or grows the files, reads their footers and starts the workers. Until this
-    /// returns, `memory` must hold no image: the footers pass through it.
-    ///
-    /// `notify` is called after an end is ready for [`poll`](Self::poll), from other threads.
+    /// [`ClaimedTier::claim`] and [`start`](Self::start) in one.
     ///
     /// # Errors
     ///
@@ -94,16 +134,29 @@ impl SsdTier {
         memory: Arc<dyn ImageMemory>,
         notify: Notify,
     ) -> Result<(Self, Recovery), SsdError> {
-        let count = config.paths.len();
-        if count == 0 || count > DEVICES_MAX {
-            return Err(SsdError::FileCount { count });
-        }
-        let resolved = resolve(config.engine)?;
-        let mut made = MadeFiles::default();
-        let mut files = Vec::new();
-        for path in &config.paths {
-            files.push(Claimed::open(path, config, &mut made)?);
-        }
+        let mut claimed = ClaimedTier::claim(config)?;
+        let mut made = claimed.made_files();
+        let opened = Self::start(claimed, &config.arena_bytes, memory, notify)?;
+        made.keep();
+        Ok(opened)
+    }
+
+    /// Reads the footers of the files and starts the workers. Until this returns, `memory` must
+    /// hold no image: the footers pass through it. `arena_bytes` are the sizes of the DRAM arenas,
+    /// by number, to be registered with the rings; empty for none.
+    ///
+    /// `notify` is called after an end is ready for [`poll`](Self::poll), from other threads.
+    ///
+    /// # Errors
+    ///
+    /// See [`SsdError`].
+    pub fn start(
+        claimed: ClaimedTier,
+        arena_bytes: &[u64],
+        memory: Arc<dyn ImageMemory>,
+        notify: Notify,
+    ) -> Result<(Self, Recovery), SsdError> {
+        let ClaimedTier { resolved, files, write_in_flight_bytes, .. } = claimed;
         let (census, forgotten) = survey(&files, resolved, &memory)?;
         let forgotten: Vec<Forgotten> =
             forgotten.into_iter().filter(|entry| census.still_needs(entry)).collect();
@@ -121,9 +174,9 @@ impl SsdTier {
         };
         let shared = Shared {
             memory,
-            arenas: config.arena_bytes.clone().into(),
+            arenas: arena_bytes.into(),
             resolved,
-            write_bytes_in_flight_max: config.write_in_flight_bytes,
+            write_bytes_in_flight_max: write_in_flight_bytes,
             control: tier.control.clone(),
             notify,
             alive,
@@ -133,7 +186,6 @@ impl SsdTier {
             let info = start(claimed, &shared, &forgotten, &mut tier.devices)?;
             infos.push(info);
         }
-        made.keep();
         let counts = census.counts;
         let highest_generation = census.highest_generation;
         let pages = census.into_pages();

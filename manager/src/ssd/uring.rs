@@ -82,7 +82,7 @@ impl UringEngine {
             free: (0..u32::from(depth)).rev().collect(),
             refused: Vec::new(),
             pieces: Vec::new(),
-            mode: EngineMode { kind, registered_bytes: 0 },
+            mode: EngineMode { kind, registered_bytes: 0, register_errno: None },
             wake_count: Box::new(AtomicU64::new(0)),
             wake_armed: false,
             wake,
@@ -153,16 +153,10 @@ impl UringEngine {
                 self.pieces = vector.iter().map(piece).collect();
                 self.mode.registered_bytes = bytes;
             }
+            // One line for all rings is written where they are all known.
             Err(error) => {
-                let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock);
-                tracing::info!(
-                    %error,
-                    needed_bytes = bytes,
-                    memlock_soft_bytes = limit.current,
-                    memlock_hard_bytes = limit.maximum,
-                    "DRAM is not registered with the ring, which costs a little CPU and nothing \
-                     else; raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=) or grant CAP_IPC_LOCK"
-                );
+                let errno = Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
+                self.mode.register_errno = Some(errno);
             }
         }
     }

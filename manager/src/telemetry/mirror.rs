@@ -168,7 +168,7 @@ pub struct DeviceMirror<'a> {
     pub direct: bool,
     /// Whether its space was reserved.
     pub preallocated: bool,
-    /// Whether the DRAM arenas are registered with its rings (memlock allowed it).
+    /// Whether the DRAM arenas are registered with both its rings (memlock allowed it).
     pub registered: bool,
     /// What it still does.
     pub health: SsdHealth,

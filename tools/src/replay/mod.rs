@@ -67,7 +67,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = within(1, ENGINES_MAX))]
     concurrency: u64,
     /// Play only the first N requests
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = within(1, u64::MAX))]
     limit: Option<u64>,
     /// Wall time over trace time; 0 plays as fast as the engines take requests
     #[arg(long, value_name = "X|0", default_value = "0", allow_hyphen_values = true, value_parser = time_scale)]

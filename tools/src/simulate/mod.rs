@@ -42,7 +42,7 @@ pub(crate) struct SimulateArgs {
     #[arg(long, value_name = "NAME", value_enum, default_value_t = Policy::PrefixLru)]
     replacement: Policy,
     /// Use only the first N requests
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = within(1, u64::MAX))]
     limit: Option<u64>,
     /// Write the numbers as JSON
     #[arg(long, value_name = "OUT")]

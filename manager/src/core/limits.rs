@@ -1,0 +1,54 @@
+//! The bounds that nobody configures, and the defaults of those that `serve` passes on. One place:
+//! `core`, the SSD workers and what `--print-config` shows read the same numbers.
+
+use super::Nanos;
+
+/// Smallest page image, in bytes.
+pub const PAGE_BYTES_MIN: u64 = 4 << 10;
+/// Largest page image, in bytes.
+pub const PAGE_BYTES_MAX: u64 = 64 << 20;
+/// Bytes that one operation may have read ahead of its copies or its answer, at least one page.
+pub const READ_WINDOW_BYTES: u64 = 4 << 20;
+/// Bytes that one copy command moves, at least one page.
+pub const COPY_QUANTUM_BYTES: u64 = 1 << 20;
+/// Copy commands in flight a direction: with few, a cancel or a more urgent job waits for little.
+pub const COPIES_IN_FLIGHT_MAX: u32 = 4;
+/// SSD read commands in flight.
+pub const READS_IN_FLIGHT_MAX: u32 = 128;
+/// Bytes of SSD reads in flight, at least one page: enough for any drive, and what the kernel has
+/// cannot be taken back.
+pub const READS_IN_FLIGHT_BYTES: u64 = 16 << 20;
+/// SSD write commands handed to the tier: enough small pages that the writer has a megabyte to sort
+/// and join while as much is on its way back (1,024 instead of 256 pages of 4 KiB: 1.7 times as many
+/// are written before they are evicted).
+pub const WRITES_IN_FLIGHT_MAX: u32 = 1024;
+/// Bytes of SSD writes handed to the tier, at least one page.
+pub const WRITES_IN_FLIGHT_BYTES: u64 = 8 << 20;
+/// Namespaces of an epoch.
+pub const NAMESPACES_MAX: usize = 4096;
+/// Leases at a time: a lease id holds its slot in so many bits.
+pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;
+pub(super) const LEASE_INDEX_BITS: u32 = 20;
+
+/// Pages that forget and evict drop in one turn.
+pub const PAGES_DROPPED_PER_TURN: u32 = 1024;
+/// Life of a lease unless configured.
+pub const LEASE_TTL_NS: Nanos = 30_000_000_000;
+/// Deadline of an operation that names none unless configured.
+pub const OPERATION_TIMEOUT_NS: Nanos = 5_000_000_000;
+/// Malformed requests after which a session is closed unless configured.
+pub const BAD_REQUESTS_MAX: u32 = 16;
+/// Namespaces and sets that one session may define unless configured.
+pub const SCOPES_PER_SESSION_MAX: u32 = 1024;
+/// Regions of one session at a time unless configured.
+pub const REGIONS_PER_SESSION_MAX: u32 = 256;
+
+/// Query budget of a pool of `dram_bytes` unless configured.
+pub const fn query_budget_bytes(dram_bytes: u64) -> u64 {
+    dram_bytes / 2
+}
+
+/// Speculative share of a query budget unless configured.
+pub const fn speculative_budget_bytes(query_budget_bytes: u64) -> u64 {
+    query_budget_bytes / 4
+}
