@@ -122,7 +122,9 @@ impl Replay {
         let mut said = String::new();
         self.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         let status: ExitStatus = self.child.wait().unwrap();
-        let json = serde_json::from_slice(&fs::read(&self.json).unwrap()).unwrap_or_default();
+        // What was refused before it began leaves no result.
+        let json = fs::read(&self.json).unwrap_or_default();
+        let json = serde_json::from_slice(&json).unwrap_or_default();
         (status.code(), json, said)
     }
 }
