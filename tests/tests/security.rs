@@ -611,8 +611,9 @@ fn sec_09_ids_of_another_engine_do_not_exist() {
 }
 
 /// Goal: a stream of the engine that waits for the done word of a restore passes however the session
-/// ends: the odd word is stored for one that was under way, and for one that was still in the ring.
-/// Method: one batch of a restore, a record that breaks the protocol, and another restore.
+/// ends: the odd word is stored for one that was under way, for one that was refused in the same
+/// batch, and for one that was still in the ring. Method: one batch of two restores, a record that
+/// breaks the protocol, and another restore.
 #[test]
 fn a_session_that_is_cut_off_leaves_no_restore_without_its_done_word() {
     let folder = folder();
@@ -625,13 +626,19 @@ fn a_session_that_is_cut_off_leaves_no_restore_without_its_done_word() {
         let query = query_of(&raw, &ground, operation(0, 2), 0, 1);
         let lease = LeaseId(answer(&mut raw, query).lease);
         let taken = restore_of(&raw, &ground, lease, operation(5, 1), PageEntry::page(hash(1), 1));
+        raw.side.pages.write(1, PageEntry::page(hash(1), 1));
+        let nobodys = restore_body(ground.region, LeaseId(!lease.0), 0);
+        let mut refused =
+            raw.record(&request(operation(4, 1), PageRange { start: 1, len: 1 }, nobodys));
         let mut broken =
             raw.record(&request(operation(6, 1), PageRange::default(), RequestBody::Ping));
         broken.epoch ^= 1;
         let mut left =
             restore_of(&raw, &ground, lease, operation(7, 9), PageEntry::page(hash(1), 1));
-        (broken.sequence, left.sequence) = (raw.position + 1, raw.position + 2);
-        raw.submit(&[taken, broken, left]);
+        for (record, place) in [&mut refused, &mut broken, &mut left].into_iter().zip(1..) {
+            record.sequence = raw.position + place;
+        }
+        raw.submit(&[taken, refused, broken, left]);
         raw.must_be_closed();
         let word = |index| raw.side.done.load(index, 0);
         let started = std::time::Instant::now();
@@ -640,6 +647,7 @@ fn a_session_that_is_cut_off_leaves_no_restore_without_its_done_word() {
         }
         let ends = [operation(5, 1).done_word(), operation(5, 1).failed_word()];
         assert!(ends.contains(&word(5)), "{:#x}", word(5));
+        assert_eq!(word(4), operation(4, 1).failed_word(), "refused, and its answer not published");
         assert_eq!(word(6), 0, "nobody waits for a ping");
     }
     manager.must_have_sessions(0);

@@ -172,17 +172,13 @@ impl Client {
         self.completed += 1;
         self.moved = true;
         if self.closed {
-            return;
+            // Nobody takes the record any more, but a stream of the engine may wait for the word.
+            return self.settle_done_word(completion);
         }
         for (offset, result) in results.iter().enumerate() {
             self.segments.results.write(results_start + offset as u32, *result);
         }
-        let credits = self.segments.geometry().credits();
-        if let Some(word) = stores_done_word(completion)
-            && completion.operation.index < credits
-        {
-            self.segments.done.store(completion.operation.index, 0, word);
-        }
+        self.settle_done_word(completion);
         let (session, epoch) = (self.session, self.segments.epoch());
         let pushed =
             self.segments.completions.push(|sequence| completion.encode(session, epoch, sequence));
@@ -198,11 +194,22 @@ impl Client {
         self.last_progress_ns = completion.published_ns;
     }
 
-    /// Stores the odd done word of a restore that did not bring every page, unless no client made
-    /// that operation.
+    /// Stores the done word of a restore that has ended, unless the device stored it.
+    fn settle_done_word(&self, completion: &Completion) {
+        if let Some(word) = stores_done_word(completion) {
+            self.store_done_word(completion.operation, word);
+        }
+    }
+
+    /// Stores the odd done word of a restore that did not bring every page.
     pub(super) fn fail_done_word(&self, operation: OperationId) {
+        self.store_done_word(operation, operation.failed_word());
+    }
+
+    /// Stores a done word, unless no client made that operation.
+    fn store_done_word(&self, operation: OperationId, word: u32) {
         if operation.index < self.segments.geometry().credits() {
-            self.segments.done.store(operation.index, 0, operation.failed_word());
+            self.segments.done.store(operation.index, 0, word);
         }
     }
 
