@@ -97,7 +97,7 @@ impl SegmentKind {
     }
 
     /// Seals that such a segment carries once it is made.
-    fn seals(self) -> SealFlags {
+    pub(crate) fn seals(self) -> SealFlags {
         let both = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         match self {
             Self::Submission => both,
@@ -378,8 +378,7 @@ fn sealable_memfd(segment: SegmentKind, session: SessionId) -> Result<OwnedFd, E
     }
 }
 
-/// Name under which /proc shows a submission segment. Given by the Manager and never changed, so
-/// unlike its bytes no client can forge it.
+/// Name under which /proc shows a submission segment. Given by the Manager and never changed.
 pub(crate) fn submission_name(session: SessionId) -> String {
     format!("orbitkv-submission-{}", session.0)
 }

@@ -2,16 +2,18 @@
 //! segments, which the Manager holds open.
 //!
 //! The numbers are the clients' own words, so each can lie about its own ring and about no other:
-//! whose segment it is stands in the name that the Manager gave it.
+//! whose segment it is stands in the name that the Manager gave it. A client may give that name to
+//! memory of its own, but of a client's memory the Manager keeps open only what can shrink, and
+//! what can shrink is not looked at.
 
 use std::path::Path;
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, fcntl_get_seals};
 
 use super::snapshot::Snapshot;
 use crate::ids::SessionId;
 use crate::layout::{COMPLETION_HEAD, REQUEST_TAIL};
-use crate::segment::submission_name;
+use crate::segment::{SegmentKind, submission_name};
 
 /// A Manager that has not beaten for longer may be stopped; one that sleeps beats more often.
 pub(super) const LOOK_AFTER_MS: u64 = 100;
@@ -64,6 +66,10 @@ fn client_words(descriptor: &Path) -> Option<ClientWords> {
     let file = rustix::fs::open(descriptor, flags, Mode::empty()).ok()?;
     let stat = rustix::fs::fstat(&file).ok()?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return None;
+    }
+    let seals = fcntl_get_seals(&file).ok()?;
+    if !seals.contains(SegmentKind::Submission.seals()) {
         return None;
     }
     let word = |offset: usize| {
