@@ -43,8 +43,9 @@ use start::Start;
 
 /// Longest configuration file: no real one comes near, and what never ends is no file.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
-/// Descriptors of a session with one memory: its socket, its pidfd, the memory.
-const DESCRIPTORS_PER_SESSION: u64 = 3;
+/// Descriptors of a session with one memory: its socket, its pidfd, its submission segment, the
+/// memory.
+const DESCRIPTORS_PER_SESSION: u64 = 4;
 /// Those that a client which attaches takes for a moment: its two segments, and one to accept the
 /// next.
 const DESCRIPTORS_OF_ATTACHING: u64 = 3;
@@ -535,9 +536,9 @@ mod tests {
 
     #[test]
     fn descriptors_hold_whole_sessions_beside_what_is_open() {
-        assert_eq!(sessions_within(1024, 20), 333);
-        assert_eq!(sessions_within(20 + DESCRIPTORS_OF_ATTACHING + 3, 20), 1);
-        assert_eq!(sessions_within(20 + DESCRIPTORS_OF_ATTACHING + 2, 20), 0);
+        assert_eq!(sessions_within(1024, 20), 250);
+        assert_eq!(sessions_within(20 + DESCRIPTORS_OF_ATTACHING + 4, 20), 1);
+        assert_eq!(sessions_within(20 + DESCRIPTORS_OF_ATTACHING + 3, 20), 0);
         assert_eq!(sessions_within(8, 20), 0);
     }
 

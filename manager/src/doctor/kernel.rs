@@ -12,7 +12,8 @@ use rustix::process::Resource;
 use super::{Check, read};
 use crate::config::Limits;
 
-/// What a common session holds: socket, pidfd, two segments on their way, a few memories.
+/// What a common session holds: socket, pidfd, submission segment, both segments on their way, a
+/// few memories.
 const DESCRIPTORS_A_SESSION: u64 = 8;
 /// What the Manager holds without sessions: rings, eventfds, locks, SSD files, listeners.
 const DESCRIPTORS_BASE: u64 = 64;
