@@ -164,10 +164,11 @@ pub(super) fn shared_memory() -> Check {
     );
     let trial = folder.join(format!("orbitkv-doctor-{}", std::process::id()));
     let made = File::create_new(&trial).map_err(|error| error.to_string()).and_then(|file| {
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, TELEMETRY_BYTES as u64)
-            .map_err(|errno| errno.to_string())
+        let end = TELEMETRY_BYTES as u64;
+        let reserved = rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, end);
+        let _removed = std::fs::remove_file(&trial);
+        reserved.map_err(|errno| errno.to_string())
     });
-    let _not_made = std::fs::remove_file(&trial);
     match made {
         Ok(()) => Check::ok(name, found),
         Err(error) => Check::fail(name, format!("{found}; reserving it failed: {error}"), fix),

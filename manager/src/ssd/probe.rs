@@ -1,5 +1,7 @@
 //! What a machine allows the tier to do, tried without a tier.
 
+use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use rustix::io::Errno;
@@ -87,6 +89,12 @@ pub struct FolderProbe {
 /// Where that ended, as a start of the tier would say it.
 pub fn probe_folder(folder: &Path) -> Result<FolderProbe, SsdError> {
     let path = folder.join(format!(".orbitkv-doctor-{}", std::process::id()));
+    // Only what this call made is written to and removed. Whatever else hinders it, `open` names.
+    if let Err(error) = File::create_new(&path)
+        && error.kind() == ErrorKind::AlreadyExists
+    {
+        return Err(SsdError::System { operation: "making a trial file", errno: Errno::EXIST });
+    }
     let probed = try_file(&path);
     let _not_made = std::fs::remove_file(&path);
     let preallocated = probed?;
@@ -130,6 +138,19 @@ mod tests {
             }
         }
         assert_eq!(folder.path().read_dir().unwrap().count(), 0, "left behind");
+    }
+
+    #[test]
+    fn a_file_of_somebody_else_is_left_alone() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let theirs = folder.path().join("theirs");
+        std::fs::write(&theirs, "theirs").unwrap();
+        let trial = folder.path().join(format!(".orbitkv-doctor-{}", std::process::id()));
+        std::os::unix::fs::symlink(&theirs, &trial).unwrap();
+        let refused = probe_folder(folder.path()).unwrap_err();
+        assert!(refused.to_string().contains("trial file"), "{refused}");
+        assert!(trial.is_symlink());
+        assert_eq!(std::fs::read_to_string(theirs).unwrap(), "theirs");
     }
 
     #[test]
