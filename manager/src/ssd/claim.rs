@@ -1,7 +1,7 @@
 //! The start of one file: claimed, made or grown, its space reserved.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -50,7 +50,8 @@ impl Claimed {
         config: &SsdConfig,
         made: &mut MadeFiles,
     ) -> Result<Self, SsdError> {
-        let is_new = path.symlink_metadata().is_err();
+        let is_new =
+            path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
         let opened = SsdFile::open(path, Access::Tier { direct: config.direct });
         let mut file = opened.inspect_err(|error| {
             // One that another process has was made by that process, a moment before us.
