@@ -39,7 +39,8 @@ pub struct StageTimes {
     /// The last byte was copied.
     pub copied_ns: u64,
     /// The Manager published the completion. Of a kind without
-    /// [stages](orbitkv_shm_protocol::record::RequestKind::has_stages): when it was taken.
+    /// [stages](orbitkv_shm_protocol::record::RequestKind::has_stages): at the earliest the begin of
+    /// the Manager's turn that ended it.
     pub published_ns: u64,
     /// This client took the completion from its ring; zero for a kind without stages.
     pub observed_ns: u64,
