@@ -446,8 +446,9 @@ mod tests {
             let answer = ask(&server, b"GET /healthz HTTP/1.1\r\n\r\n");
             assert!(answer.ends_with("\r\n\r\ndraining\n"), "round {round}: {answer}");
         }
-        // One after the other they would have had two seconds each.
-        assert!(began.elapsed() < EXCHANGE_MAX * crowd.len() as u32, "never so slow");
+        // One after the other the half requests alone, every second of all, would have had two
+        // seconds each.
+        assert!(began.elapsed() < EXCHANGE_MAX * (crowd.len() as u32 / 4), "one after the other");
     }
 
     struct Huge;
