@@ -509,7 +509,8 @@ impl Service {
         Some(&mut self.clients[at])
     }
 
-    /// Executes every effect in order, in a turn that began at `now`, then wakes whoever has new completions.
+    /// Executes every effect in order, in a turn that began at `now`, then wakes whoever has new
+    /// completions.
     fn execute(&mut self, now: Nanos) -> bool {
         if self.effects.list.is_empty() {
             return false;

@@ -14,7 +14,8 @@ use crate::clock::{Clock, nanos_of};
 const ROUNDS: usize = 15;
 /// How long the sleeper sleeps before each wake: long enough for its processor to go idle.
 const REST: Duration = Duration::from_micros(100);
-/// A sleep without a wake ends after this, and a wake that takes longer met a busy machine and is left out.
+/// A sleep without a wake ends after this, and a wake that takes longer met a busy machine and is
+/// left out.
 const WAKE_MAX: Duration = Duration::from_millis(5);
 /// The whole measurement takes no longer, whatever else runs.
 const MEASURE_MAX: Duration = Duration::from_millis(100);
