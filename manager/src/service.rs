@@ -28,7 +28,7 @@ use crate::core::{
 use crate::device::{CopyCommand, CopyError, Device, DeviceRegion, DoneWord};
 use crate::endpoint::{
     Answer, CloseCause, Endpoint, EndpointCounters, EndpointEvent, EndpointReply, Limiter,
-    QuestionId,
+    ListenError, QuestionId,
 };
 use crate::telemetry::Telemetry;
 use client::{Client, ClientFault};
@@ -151,27 +151,10 @@ pub struct Service {
     endpoint: Endpoint<DeviceRegion>,
 }
 
-/// Serves until a stop has drained. Returns whether everything was written and ended in time.
-pub fn run(parts: ServiceParts) -> bool {
-    let mut service = Service::new(parts);
-    service.telemetry.set_state(ManagerState::Ready);
-    loop {
-        let quick = service.answer_requests();
-        let progress = service.turn() | quick;
-        if service.has_stopped() {
-            return service.finish();
-        }
-        if progress {
-            service.waiting.worked();
-        } else {
-            service.rest();
-        }
-    }
-}
-
 impl Service {
-    fn new(parts: ServiceParts) -> Self {
-        Self {
+    /// A reactor that serves nobody yet; its numbers can be inspected.
+    pub fn new(parts: ServiceParts) -> Self {
+        let mut service = Self {
             core: parts.core,
             device: parts.device,
             storage: parts.storage,
@@ -203,6 +186,35 @@ impl Service {
             namespaces_shown: Vec::new(),
             session_views: Vec::new(),
             turns: 0,
+        };
+        let now = service.clock.now();
+        service.report(now);
+        service
+    }
+
+    /// Lets clients find the socket. Returns whether a stale one was replaced.
+    ///
+    /// # Errors
+    /// See [`Endpoint::publish`].
+    pub fn let_clients_in(&mut self) -> Result<bool, ListenError> {
+        let replaced = self.endpoint.publish()?;
+        self.telemetry.set_state(ManagerState::Ready);
+        Ok(replaced)
+    }
+
+    /// Serves until a stop has drained. Returns whether everything was written and ended in time.
+    pub fn run(mut self) -> bool {
+        loop {
+            let quick = self.answer_requests();
+            let progress = self.turn() | quick;
+            if self.has_stopped() {
+                return self.finish();
+            }
+            if progress {
+                self.waiting.worked();
+            } else {
+                self.rest();
+            }
         }
     }
 
