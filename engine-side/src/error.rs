@@ -130,6 +130,10 @@ pub enum SubmitError {
     /// The session is over.
     #[error(transparent)]
     ManagerGone(Gone),
+    /// The Manager is stopping: what it took before ends, nothing more is taken. The session closes
+    /// soon; go on without it.
+    #[error("the Manager is stopping and takes no new work; go on without it")]
+    Draining,
     /// The handle belongs to another client, another group or another life of the Manager, or the
     /// operation has ended.
     #[error("the handle belongs to another session, or its operation has ended")]

@@ -117,6 +117,9 @@ impl Session {
         if let Some(gone) = self.gone {
             return Err(gone.into());
         }
+        if !self.side.is_open() && self.state() == SessionState::Draining {
+            return Err(SubmitError::Draining);
+        }
         let pages: usize = chains.iter().map(|chain| chain.blocks.len()).sum();
         let entries = chains.iter().map(|chain| chain_entries(chain)).sum();
         if entries > self.entries_max as usize {

@@ -20,7 +20,6 @@ use orbitkv_shm_protocol::doorbell::ControlBell;
 use orbitkv_shm_protocol::ids::Epoch;
 use orbitkv_shm_protocol::inspect::LifeState;
 use orbitkv_shm_protocol::spin;
-use orbitkv_shm_protocol::telemetry::ManagerState;
 use rustix::process::{Resource, Rlimit, getpriority_process, setpriority_process};
 
 use crate::clock::{Clock, nanos_of};
@@ -34,7 +33,7 @@ use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
 use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
 use crate::pool::{self, DramPool, PageMode, PoolConfig};
-use crate::service::{self, ServiceParts, Storage};
+use crate::service::{Service, ServiceParts, Storage};
 use crate::ssd::{ClaimedTier, EngineChoice, MadeFiles, Recovery, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
 use crate::wake;
@@ -103,16 +102,16 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
     warn_of_closed_doors(&config);
     raise_descriptor_limit();
     let start = Start::watch()?;
-    let mut opened = open(&config, &start)?;
+    let Opened { mut service, http, mut made, _pool } = open(&config, &start)?;
     if !start.is_stopping() {
         check_descriptors(config.limits.sessions)?;
-        announce_ready(&mut opened)?;
+        let stale = service.let_clients_in()?;
+        announce_ready(&config.socket.path, http.as_ref(), stale);
     }
-    let Opened { parts, http, mut made, _pool } = opened;
     made.keep();
     raise_priority(config.priority);
     // A page that was not written in time is a page less to hit, not a failure of the stop.
-    let _drained = service::run(parts);
+    let _drained = service.run();
     drop(http);
     tracing::info!("stopped");
     Ok(())
@@ -247,7 +246,7 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         spin_window: spin::window_here(spin_window),
         stop_timeout: config.time.stop_timeout,
     };
-    Ok(Opened { parts, http, made, _pool: pool })
+    Ok(Opened { service: Service::new(parts), http, made, _pool: pool })
 }
 
 /// Nice value of the reactor's thread with a high priority.
@@ -284,7 +283,7 @@ fn measure_wake(clock: &Clock) -> Duration {
 
 /// The service and what lives beside it. Dropped after the service has ended.
 struct Opened {
-    parts: ServiceParts,
+    service: Service,
     http: Option<HttpThread>,
     /// Kept once the Manager has served, or was told to stop.
     made: MadeFiles,
@@ -427,19 +426,15 @@ fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreCo
     }
 }
 
-/// Lets clients in and says so: the one line that `serve` prints on stdout.
-fn announce_ready(opened: &mut Opened) -> Result<(), ServeError> {
-    let stale = opened.parts.endpoint.publish()?;
-    opened.parts.telemetry.set_state(ManagerState::Ready);
-    let socket = opened.parts.endpoint.socket_path().display();
-    let http = opened.http.as_ref().map(|http| http.address().to_string());
-    let http = http.as_deref().unwrap_or("off");
+/// Says that clients are let in: the one line that `serve` prints on stdout.
+fn announce_ready(socket: &Path, http: Option<&HttpThread>, stale: bool) {
+    let socket = socket.display();
+    let http = http.map_or_else(|| "off".to_owned(), |http| http.address().to_string());
     tracing::info!(%socket, http, replaced_stale_socket = stale, "ready");
     // Nobody has to read it.
     let mut stdout = std::io::stdout();
     let _ = writeln!(stdout, "ready socket={socket} http={http}");
     let _ = stdout.flush();
-    Ok(())
 }
 
 fn bind_http(config: &Config) -> Result<Option<HttpListener>, ServeError> {

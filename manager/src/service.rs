@@ -28,7 +28,7 @@ use crate::core::{
 use crate::device::{CopyCommand, CopyError, Device, DeviceRegion, DoneWord};
 use crate::endpoint::{
     Answer, CloseCause, Endpoint, EndpointCounters, EndpointEvent, EndpointReply, Limiter,
-    QuestionId,
+    ListenError, QuestionId,
 };
 use crate::telemetry::Telemetry;
 use client::{Client, ClientFault};
@@ -38,6 +38,8 @@ pub use storage::Storage;
 
 /// Requests taken from one ring in one turn.
 const REQUESTS_PER_TURN: u32 = 64;
+/// Turns that look at requests only, one after the other, before everything else is looked at.
+const QUICK_TURNS_MAX: u32 = 8;
 /// Page entries after which no further request is taken from one ring in one turn: full requests
 /// of 16,384 pages by the dozen must not hold the other sessions.
 const PAGES_PER_TURN: u32 = 16_384;
@@ -138,6 +140,8 @@ pub struct Service {
     tables_stale: bool,
     /// Something happened since the numbers were published.
     numbers_stale: bool,
+    /// Requests were answered since the rings' positions were mirrored.
+    rings_stale: bool,
     /// Pages in DRAM and on SSD of each namespace, as last shown.
     namespaces_shown: Vec<(u64, u64)>,
     /// Buffer of a table turn.
@@ -147,26 +151,10 @@ pub struct Service {
     endpoint: Endpoint<DeviceRegion>,
 }
 
-/// Serves until a stop has drained. Returns whether everything was written and ended in time.
-pub fn run(parts: ServiceParts) -> bool {
-    let mut service = Service::new(parts);
-    service.telemetry.set_state(ManagerState::Ready);
-    loop {
-        let progress = service.turn();
-        if service.has_stopped() {
-            return service.finish();
-        }
-        if progress {
-            service.waiting.worked();
-        } else {
-            service.rest();
-        }
-    }
-}
-
 impl Service {
-    fn new(parts: ServiceParts) -> Self {
-        Self {
+    /// A reactor that serves nobody yet; its numbers can be inspected.
+    pub fn new(parts: ServiceParts) -> Self {
+        let mut service = Self {
             core: parts.core,
             device: parts.device,
             storage: parts.storage,
@@ -194,23 +182,77 @@ impl Service {
             tables_interval_ns: TABLES_INTERVAL_NS,
             tables_stale: true,
             numbers_stale: true,
+            rings_stale: true,
             namespaces_shown: Vec::new(),
             session_views: Vec::new(),
             turns: 0,
+        };
+        let now = service.clock.now();
+        service.report(now);
+        service
+    }
+
+    /// Lets clients find the socket. Returns whether a stale one was replaced.
+    ///
+    /// # Errors
+    /// See [`Endpoint::publish`].
+    pub fn let_clients_in(&mut self) -> Result<bool, ListenError> {
+        let replaced = self.endpoint.publish()?;
+        self.telemetry.set_state(ManagerState::Ready);
+        Ok(replaced)
+    }
+
+    /// Serves until a stop has drained. Returns whether everything was written and ended in time.
+    pub fn run(mut self) -> bool {
+        loop {
+            let quick = self.answer_requests();
+            let progress = self.turn() | quick;
+            if self.has_stopped() {
+                return self.finish();
+            }
+            if progress {
+                self.waiting.worked();
+            } else {
+                self.rest();
+            }
         }
+    }
+
+    /// Answers requests that end at once, without a look at anything else, for as long as there are
+    /// no others, but only so often: who asks whether its pages are there waits for nobody's copy.
+    /// True when anything happened.
+    fn answer_requests(&mut self) -> bool {
+        let mut answered = false;
+        for _ in 0..QUICK_TURNS_MAX {
+            let asks = |client: &Client| !client.closed && client.segments.requests.ready();
+            if self.stopping.is_some() || !self.clients.iter().any(asks) {
+                break;
+            }
+            answered = true;
+            self.turns += 1;
+            let now = self.clock.now();
+            let jobs = self.core.jobs();
+            self.take_requests(now);
+            self.execute(now);
+            if self.core.jobs() != jobs {
+                break;
+            }
+        }
+        self.tables_stale |= answered;
+        self.numbers_stale |= answered;
+        self.rings_stale |= answered;
+        answered
     }
 
     /// One pass over every source. True when anything happened.
     fn turn(&mut self) -> bool {
         let now = self.clock.now();
         self.turns += 1;
-        // What needs no copy and no disk is answered at once, before anything else is looked at.
-        let mut progress = self.take_requests(now);
-        self.execute(now);
-        progress |= self.retry_refused();
+        let mut progress = self.retry_refused();
         progress |= self.take_endpoint_events(now);
         progress |= self.take_copy_ends(now);
         progress |= self.take_storage_ends(now);
+        progress |= self.take_requests(now);
         if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.core.handle(now, Event::Tick, &mut self.effects);
             // A lease may have expired, of which nobody is told.
@@ -222,7 +264,7 @@ impl Service {
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
         self.numbers_stale |= progress;
-        if progress {
+        if progress || std::mem::take(&mut self.rings_stale) {
             self.mirror_rings();
         }
         if self.telemetry.due(now) {

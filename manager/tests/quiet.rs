@@ -16,7 +16,7 @@ use orbitkv_manager::core::{Core, CoreConfig};
 use orbitkv_manager::device::HostDevice;
 use orbitkv_manager::endpoint::{Claim, Endpoint, HostImporter, Settings, Stopper};
 use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
-use orbitkv_manager::service::{self, ServiceParts};
+use orbitkv_manager::service::{Service, ServiceParts};
 use orbitkv_manager::telemetry::{Telemetry, TelemetryIdentity};
 use orbitkv_shm_protocol::bootstrap::message::{
     ClientMessage, DependencySpec, ManagerMessage, MemorySpec, NamespaceSpec, RegionSpec,
@@ -138,7 +138,7 @@ fn reactor(socket: &Path) -> (std::thread::JoinHandle<bool>, Stopper) {
     };
     let thread = std::thread::spawn(move || {
         COUNTED.set(true);
-        service::run(parts)
+        Service::new(parts).run()
     });
     (thread, stopper)
 }

@@ -441,6 +441,8 @@ struct OnTerminal {
     child: Killed,
     screen: File,
     shown: Vec<u8>,
+    /// Before anything ran on it.
+    mode_before: rustix::termios::LocalModes,
 }
 
 impl OnTerminal {
@@ -455,6 +457,7 @@ impl OnTerminal {
         tcsetwinsize(&main, size).unwrap();
         let path = PathBuf::from(name.into_string().unwrap());
         let end = || File::options().read(true).write(true).open(&path).unwrap();
+        let mode_before = rustix::termios::tcgetattr(&main).unwrap().local_modes;
         let child = Command::new(setup.program())
             .args(arguments)
             .stdin(end())
@@ -463,7 +466,7 @@ impl OnTerminal {
             .env("TERM", "xterm-256color")
             .spawn()
             .unwrap();
-        Self { child: Killed(child), screen: File::from(main), shown: Vec::new() }
+        Self { child: Killed(child), screen: File::from(main), shown: Vec::new(), mode_before }
     }
 
     fn mode(&self) -> rustix::termios::LocalModes {
@@ -525,7 +528,7 @@ fn top_draws_outlives_its_manager_and_restores_the_terminal() {
     let socket = manager.socket();
     let arguments = ["top", "--socket", socket.to_str().unwrap()];
     let mut top = OnTerminal::start(manager.setup(), &arguments);
-    let before = top.mode();
+    let before = top.mode_before;
     top.shows(ALTERNATE_ON);
     top.shows("ready");
     top.shows("dram");
@@ -546,7 +549,7 @@ fn top_draws_outlives_its_manager_and_restores_the_terminal() {
 
     for end in ["control-c", "signal"] {
         let mut top = OnTerminal::start(manager.setup(), &arguments);
-        let before = top.mode();
+        let before = top.mode_before;
         top.shows("dram");
         match end {
             "signal" => kill_process(top.child.pid(), Signal::TERM).unwrap(),

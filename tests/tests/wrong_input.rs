@@ -276,6 +276,10 @@ fn no_manager_and_foreign_files_are_told_apart() {
         setup.fails(&["inspect", "--json", "--socket", socket], 3, &[socket]);
         setup.fails(&["evict", "--tier", "dram", "--socket", socket], 3, &[socket, "serve"]);
     }
+    let long = "x".repeat(104);
+    for verb in [&["inspect"][..], &["evict", "--tier", "dram"], &["doctor"]] {
+        setup.fails(&[verb, &["--socket", &long]].concat(), 2, &["--socket", &long, "103"]);
+    }
     for (file, code, part) in [
         ("notes", 2, "not an OrbitKV SSD file"),
         ("empty", 2, "not an OrbitKV SSD file"),

@@ -27,7 +27,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "PATH")]
     ssd: Option<PathBuf>,
     /// Socket that the Manager would take
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = crate::place::socket_path_parser())]
     socket: Option<PathBuf>,
     /// DRAM pool that the Manager would take, as in 4GiB
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]

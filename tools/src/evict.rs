@@ -28,7 +28,7 @@ pub(crate) struct EvictArgs {
     #[arg(long, value_enum)]
     tier: Tier,
     /// Socket of the Manager
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = crate::place::socket_path_parser())]
     socket: Option<PathBuf>,
     /// Longest wait for an empty spill set
     #[arg(long, value_name = "DUR", default_value = "30s", value_parser = timeout)]

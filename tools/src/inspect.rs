@@ -18,7 +18,7 @@ pub(crate) struct InspectArgs {
     #[arg(value_enum)]
     section: Option<Section>,
     /// Socket of the Manager
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = crate::place::socket_path_parser())]
     socket: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]

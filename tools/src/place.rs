@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use orbitkv_manager::config::SOCKET_PATH_BYTES_MAX;
 use rustix::fs::{FlockOperation, flock, statfs};
 use tempfile::TempDir;
@@ -25,6 +26,14 @@ const OWNER: &str = "owner.lock";
 const BEGINNING_MAX: Duration = Duration::from_secs(60);
 /// Folders of dead runs that one start removes.
 const LEFTOVERS_MAX: usize = 64;
+
+/// Takes a path that fits the address of a socket.
+pub(crate) fn socket_path_parser() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| match path.as_os_str().len() {
+        0..=SOCKET_PATH_BYTES_MAX => Ok(path),
+        bytes => Err(format!("{bytes} bytes, a socket's path has at most {SOCKET_PATH_BYTES_MAX}")),
+    })
+}
 
 /// A folder under the user's cache directory and a place for a socket.
 #[derive(Debug)]

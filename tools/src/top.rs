@@ -28,7 +28,7 @@ const KEY_WAIT_MAX: Duration = Duration::from_millis(100);
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub(crate) struct TopArgs {
     /// Socket of the Manager
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = crate::place::socket_path_parser())]
     socket: Option<PathBuf>,
 }
 

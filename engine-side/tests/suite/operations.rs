@@ -355,9 +355,10 @@ fn the_session_state_is_the_managers_word() {
     let twin = Twin::start();
     let mut rig = Rig::new(twin.path());
     assert_eq!(rig.client.state(), Ok(SessionState::Open));
+    rig.client.ping().unwrap();
     twin.with(|server| server.seats[0].side.set_state(SessionState::Draining));
     assert_eq!(rig.client.state(), Ok(SessionState::Draining));
-    rig.client.ping().unwrap();
+    assert_eq!(rig.client.ping(), Err(SubmitError::Draining), "nothing new");
     assert_eq!(next(&mut rig.client).status, Status::Ok);
 }
 

@@ -137,6 +137,11 @@ impl Core {
         flow.copies_in_flight() == 0 && flow.reads_in_flight == 0 && flow.writes_in_flight == 0
     }
 
+    /// Operations and hints under way: those that did not end with the event that began them.
+    pub fn jobs(&self) -> usize {
+        self.jobs.len()
+    }
+
     /// When [`super::Event::Tick`] next has something to do.
     pub fn next_deadline(&self) -> Option<Nanos> {
         let expiry = self.leases.next_expiry().map(|(expires, _)| expires);

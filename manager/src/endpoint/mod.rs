@@ -415,11 +415,6 @@ impl<R: Send + Sync + 'static> Endpoint<R> {
     pub fn counters(&self) -> Arc<EndpointCounters> {
         Arc::clone(&self.counters)
     }
-
-    /// Where clients connect.
-    pub fn socket_path(&self) -> &std::path::Path {
-        self.file.path()
-    }
 }
 
 impl<R> Drop for Endpoint<R> {

@@ -135,7 +135,9 @@ impl From<SubmitError> for LinkError {
         match error {
             SubmitError::WouldBlock => Self::Full,
             // A lease of the Manager's last life is as gone as the Manager.
-            SubmitError::ManagerGone(_) | SubmitError::StaleHandle => Self::Gone,
+            SubmitError::ManagerGone(_) | SubmitError::Draining | SubmitError::StaleHandle => {
+                Self::Gone
+            }
             SubmitError::TooManyPages { .. } => Self::Refused("too many pages"),
             SubmitError::NoPages => Self::Refused("no pages"),
             SubmitError::BadPage { .. } => Self::Refused("a page outside the region"),

@@ -58,7 +58,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, conflicts_with = "socket")]
     spawn: bool,
     /// Use the Manager at this socket
-    #[arg(long, value_name = "PATH", conflicts_with_all = MANAGER_FLAGS)]
+    #[arg(long, value_name = "PATH", value_parser = crate::place::socket_path_parser(), conflicts_with_all = MANAGER_FLAGS)]
     socket: Option<PathBuf>,
     /// Engine processes
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = within(1, ENGINES_MAX))]
