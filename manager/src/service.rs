@@ -40,6 +40,9 @@ pub use storage::Storage;
 const REQUESTS_PER_TURN: u32 = 64;
 /// Turns that look at requests only, one after the other, before everything else is looked at.
 const QUICK_TURNS_MAX: u32 = 8;
+/// No such turn begins later than this after the first: long queries of many clients must not hold
+/// up copies and the heartbeat.
+const QUICK_TIME_MAX_NS: Nanos = 200_000;
 /// Page entries after which no further request is taken from one ring in one turn: full requests
 /// of 16,384 pages by the dozen must not hold the other sessions.
 const PAGES_PER_TURN: u32 = 16_384;
@@ -223,14 +226,19 @@ impl Service {
     /// True when anything happened.
     fn answer_requests(&mut self) -> bool {
         let mut answered = false;
+        let mut end = Nanos::MAX;
         for _ in 0..QUICK_TURNS_MAX {
             let asks = |client: &Client| !client.closed && client.segments.requests.ready();
             if self.stopping.is_some() || !self.clients.iter().any(asks) {
                 break;
             }
+            let now = self.clock.now();
+            if now > end {
+                break;
+            }
+            end = end.min(now.saturating_add(QUICK_TIME_MAX_NS));
             answered = true;
             self.turns += 1;
-            let now = self.clock.now();
             let jobs = self.core.jobs();
             self.take_requests(now);
             self.execute(now);
