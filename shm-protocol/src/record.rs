@@ -438,11 +438,12 @@ fn check_addressed(
 }
 
 impl RequestKind {
-    /// Whether its time is spent in stages: its completion then carries when each was passed. For
-    /// the others a look at the clock would be a good part of their cost and tell nothing.
+    /// Whether its time is spent in stages or in waiting: its completion then carries when each
+    /// stage was passed. The others end in the turn that takes them; a look at the clock would be a
+    /// good part of their cost and tell nothing.
     #[inline]
     pub const fn has_stages(self) -> bool {
-        matches!(self, Self::Save | Self::Query | Self::Restore | Self::Prepare)
+        !matches!(self, Self::Ping | Self::Release | Self::Cancel | Self::Unregister)
     }
 }
 
