@@ -439,11 +439,11 @@ fn check_addressed(
 
 impl RequestKind {
     /// Whether its time is spent in stages or in waiting: its completion then carries when each
-    /// stage was passed. The others end in the turn that takes them; a look at the clock would be a
-    /// good part of their cost and tell nothing.
+    /// stage was passed. Ping and release end in the turn that takes them; a look at the clock would
+    /// be a good part of their cost and tell nothing.
     #[inline]
     pub const fn has_stages(self) -> bool {
-        !matches!(self, Self::Ping | Self::Release | Self::Cancel | Self::Unregister)
+        !matches!(self, Self::Ping | Self::Release)
     }
 }
 

@@ -141,7 +141,6 @@ pub(crate) mod bootstrap {
 pub(crate) mod request {
     use bytemuck::{bytes_of, pod_read_unaligned};
     use orbitkv_shm_protocol::ids::{Epoch, LeaseId, OperationId, RegionId, ScopeId, SessionId};
-    use orbitkv_shm_protocol::layout::Geometry;
     use orbitkv_shm_protocol::memory::SharedMemory;
     use orbitkv_shm_protocol::record::{PageRange, QueryMode, Request, RequestBody, RequestRecord};
     use orbitkv_shm_protocol::ring::Consumer;
