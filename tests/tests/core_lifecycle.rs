@@ -101,6 +101,30 @@ fn a_cancel_ends_after_its_target_wherever_it_meets_it() {
     }
 }
 
+/// The client ends its session when a `Cancel` overtakes what it names, and that may be another.
+#[test]
+fn a_cancel_of_a_waiting_cancel_ends_after_it() {
+    let mut rig = Rig::dram(16);
+    let held = chain(1, 4);
+    let session = rig.seat.session;
+    let save = rig.world.save(session, rig.seat.region, &pages(&held));
+    let first = rig.cancel(rig.seat, save);
+    let second = rig.cancel(rig.seat, first);
+    let third = rig.cancel(rig.seat, second);
+    assert!(rig.world.take_ended(session, third).is_none(), "the copy still runs");
+    rig.world.settle();
+    let ended = &rig.world.client(session).ended;
+    let order: Vec<_> = ended.iter().map(|ended| ended.completion.operation).collect();
+    assert_eq!(order[order.len() - 4..], [save, first, second, third]);
+    for cancel in [first, second, third] {
+        assert_eq!(rig.world.ended(session, cancel).completion.status, Status::Ok);
+    }
+    // One that has ended is behind already.
+    let late = rig.cancel(rig.seat, third);
+    assert_eq!(rig.world.ended(session, late).completion.status, Status::Ok);
+    rig.assert_at_rest();
+}
+
 #[test]
 fn a_killed_session_ends_when_its_copies_have() {
     let mut rig = Rig::dram(16);

@@ -54,7 +54,10 @@ impl Core {
         let session = self.sessions.get(ctx.session);
         let credit = session.and_then(|session| session.credit(target)).and_then(|c| c.job);
         let reference = credit.filter(|&reference| {
-            self.jobs.get(reference).is_some_and(|job| job.operation == target)
+            self.jobs.get(reference).is_some_and(|job| {
+                // A `Cancel` that still waits ends with the job, before those that name it.
+                job.operation == target || job.cancels.iter().any(|&(other, _)| other == target)
+            })
         });
         let Some(reference) = reference else {
             // It has ended already: its terminal record precedes this one.
