@@ -19,7 +19,7 @@ use orbitkv_shm_protocol::segment::EngineSide;
 use crate::completion::{Completion, StageTimes, Status};
 use crate::error::{Gone, ProtocolFault, SubmitError};
 use crate::handles::{Block, Chain, Lease, LeaseParts, Operation, Tag};
-use crate::pending::{Issued, Pending};
+use crate::pending::{Issued, Pending, may_use_reserve};
 use crate::ranges::RangeAllocator;
 use crate::results::{Anchors, Readable, Results, Source};
 
@@ -117,9 +117,6 @@ impl Session {
         if let Some(gone) = self.gone {
             return Err(gone.into());
         }
-        if !self.side.is_open() && self.state() == SessionState::Draining {
-            return Err(SubmitError::Draining);
-        }
         let pages: usize = chains.iter().map(|chain| chain.blocks.len()).sum();
         let entries = chains.iter().map(|chain| chain_entries(chain)).sum();
         if entries > self.entries_max as usize {
@@ -131,6 +128,11 @@ impl Session {
             range: PageRange::default(),
             body,
         };
+        // What gives something back may still be said.
+        let draining = !self.side.is_open() && self.state() == SessionState::Draining;
+        if draining && !may_use_reserve(request.kind()) {
+            return Err(SubmitError::Draining);
+        }
         if !self.pending.has_credit(request.kind()) {
             return Err(SubmitError::WouldBlock);
         }

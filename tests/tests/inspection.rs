@@ -381,7 +381,7 @@ fn an_expired_lease_leaves_the_list() {
 }
 
 /// Goal: what a draining Manager does not take any more is shown as queued. Method: a query that
-/// waits keeps the stop from ending while pings are submitted.
+/// waits keeps the stop from ending while its cancels are submitted, which are not refused.
 #[test]
 fn requests_to_a_draining_manager_are_shown_as_queued() {
     let manager = setup!().dram("32MiB").flag("--query-budget", "4MiB").start();
@@ -390,13 +390,13 @@ fn requests_to_a_draining_manager_are_shown_as_queued() {
     let _ = engine.save(&blocks(&pages, 0)).ok();
     let _held = engine.query(&pages, QueryMode::Demand).ok().leased();
     let scope = engine.scope;
-    engine.client.query(&scope, &pages, QueryMode::Demand, Deadline::DEFAULT).unwrap();
+    let waits = engine.client.query(&scope, &pages, QueryMode::Demand, Deadline::DEFAULT).unwrap();
     engine.client.submit().unwrap();
     manager.settle("it waits", |seen| seen.budget.waiting_queries == 1);
     kill_process(manager.pid(), Signal::TERM).unwrap();
     manager.settle("draining", |seen| seen.manager.state == LifeState::Draining);
     for _ in 0..3 {
-        engine.client.ping().unwrap();
+        engine.client.cancel(waits).unwrap();
     }
     engine.client.submit().unwrap();
     let seen = manager
