@@ -13,6 +13,7 @@
 //! | `rig` | a world with one engine, for tests of single promises |
 //! | `confine` | takes mounts, system calls and limits from what a test starts |
 //! | `manager` | a real Manager process on a socket and SSD file of its own |
+//! | `program` | a copy of a program that another user may run |
 //! | `prometheus` | a strict reader of `/metrics` |
 //! | `engine` | a real attached engine whose device pages can be checked byte for byte |
 //! | `engine_process` | the same in a process of its own, to be stopped and killed |
@@ -25,6 +26,7 @@ pub mod engine;
 pub mod engine_process;
 pub mod manager;
 pub mod memory;
+pub mod program;
 pub mod prometheus;
 pub mod reference;
 pub mod rig;

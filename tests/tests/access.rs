@@ -16,6 +16,7 @@ use manager::{Manager, PATIENCE, folder, hello, orbitkv};
 use orbitkv_shm_protocol::bootstrap::message::{ManagerMessage, Refusal};
 use orbitkv_shm_protocol::bootstrap::{peer, transport};
 use orbitkv_shm_protocol::telemetry::{resolved_socket, segment_name};
+use orbitkv_tests::program::Program;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
 /// Users and groups that no system gives to anybody.
@@ -36,12 +37,20 @@ fn cannot_run() -> bool {
 struct Place {
     runtime: tempfile::TempDir,
     disk: tempfile::TempDir,
+    /// This test's program and the Manager's, where others may run them.
+    test: Program,
+    orbitkv: Program,
 }
 
 impl Place {
     /// Folders that everybody may look into: what protects is what the Manager makes.
     fn new() -> Self {
-        let place = Self { runtime: tempfile::tempdir().unwrap(), disk: folder() };
+        let place = Self {
+            runtime: tempfile::tempdir().unwrap(),
+            disk: folder(),
+            test: Program::copy(&std::env::current_exe().unwrap()),
+            orbitkv: Program::copy(orbitkv()),
+        };
         for folder in [place.runtime.path(), place.disk.path()] {
             open_to_all(folder);
         }
@@ -111,17 +120,17 @@ fn as_other(place: &Place, mut command: Command) -> String {
     said.map(|(_, said)| said.to_owned() + "\n").collect()
 }
 
-fn by_ids(uid: u32, gid: u32) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+fn by_ids(place: &Place, uid: u32, gid: u32) -> Command {
+    let mut command = Command::new(place.test.path());
     command.uid(uid).gid(gid);
     command
 }
 
 /// As [`by_ids`], through `setpriv` with more of its flags.
-fn by_setpriv(uid: u32, gid: u32, flags: &[&str]) -> Command {
+fn by_setpriv(place: &Place, uid: u32, gid: u32, flags: &[&str]) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &uid.to_string(), "--regid", &gid.to_string()]).args(flags);
-    command.arg(std::env::current_exe().unwrap());
+    command.arg(place.test.path());
     command
 }
 
@@ -174,7 +183,7 @@ const NOTHING: &str = "list EACCES\nmake EACCES\nread lock EACCES\nwrite lock EA
 
 /// A tool of the command line as somebody else.
 fn tool(place: &Place, arguments: &[&str], gid: u32) -> Output {
-    let mut command = Command::new(orbitkv());
+    let mut command = Command::new(place.orbitkv.path());
     command.args(arguments).arg("--socket").arg(place.socket()).uid(STRANGER).gid(gid);
     command.current_dir("/").output().unwrap()
 }
@@ -200,7 +209,7 @@ fn sec_05_a_stranger_reaches_nothing_under_any_umask() {
         let place = Place::new();
         let mut manager = place.start(umask, &[]);
         must_have_modes(&place, None);
-        assert_eq!(as_other(&place, by_ids(STRANGER, STRANGER)), NOTHING);
+        assert_eq!(as_other(&place, by_ids(&place, STRANGER, STRANGER)), NOTHING);
         // The tools say so; they do not crash.
         for arguments in [&["inspect", "--json"][..], &["evict", "--tier", "dram"]] {
             let output = tool(&place, arguments, STRANGER);
@@ -211,13 +220,17 @@ fn sec_05_a_stranger_reaches_nothing_under_any_umask() {
         // Each protects itself: with the folder open to all, only its list is to be had.
         open_to_all(&place.own_folder());
         let listed = NOTHING.replace("list EACCES", "list open");
-        assert_eq!(as_other(&place, by_ids(STRANGER, STRANGER)), listed);
-        assert_eq!(as_other(&place, by_ids(STRANGER, 0)), listed, "the owner's group is nobody");
+        assert_eq!(as_other(&place, by_ids(&place, STRANGER, STRANGER)), listed);
+        assert_eq!(
+            as_other(&place, by_ids(&place, STRANGER, 0)),
+            listed,
+            "the owner's group is nobody"
+        );
         manager.must_count(REFUSED, 0);
         // Past the modes, not past the Manager.
         let past =
             ["--clear-groups", "--inh-caps", "+dac_override", "--ambient-caps", "+dac_override"];
-        let said = as_other(&place, by_setpriv(STRANGER, STRANGER, &past));
+        let said = as_other(&place, by_setpriv(&place, STRANGER, STRANGER, &past));
         assert!(said.ends_with("connect open\nhello not allowed\n"), "{said}");
         manager.must_count(REFUSED, 1);
         manager.must_have_sessions(0);
@@ -241,13 +254,13 @@ fn sec_05_members_of_the_group_are_served() {
         let place = Place::new();
         let manager = place.start(umask, &["--allow-gid", &group]);
         must_have_modes(&place, Some(GROUP));
-        assert_eq!(as_other(&place, by_ids(STRANGER, STRANGER)), NOTHING);
+        assert_eq!(as_other(&place, by_ids(&place, STRANGER, STRANGER)), NOTHING);
         manager.must_count("orbitkv_session_opened_total", 0);
         let member = "list open\nmake EACCES\nread lock open\nwrite lock EACCES\n\
             read telemetry open\nwrite telemetry EACCES\nread tier EACCES\nwrite tier EACCES\n\
             connect open\nhello served\n";
-        assert_eq!(as_other(&place, by_ids(STRANGER, GROUP)), member);
-        let further = by_setpriv(STRANGER, STRANGER, &["--groups", &group]);
+        assert_eq!(as_other(&place, by_ids(&place, STRANGER, GROUP)), member);
+        let further = by_setpriv(&place, STRANGER, STRANGER, &["--groups", &group]);
         assert_eq!(as_other(&place, further), member);
         manager.must_count("orbitkv_session_opened_total", 4);
         manager.must_have_sessions(0);

@@ -16,6 +16,7 @@ use orbitkv_shm_protocol::telemetry::{Metric, SsdFault, TELEMETRY_BYTES};
 use orbitkv_tests::confine::{Mount, in_private_mounts, without_huge_pages};
 use orbitkv_tests::engine::{Engine, Shape, Way, blocks, hashes, namespace};
 use orbitkv_tests::manager::Manager;
+use orbitkv_tests::program::Program;
 use orbitkv_tests::setup;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -333,7 +334,7 @@ fn too_few_threads_are_refused() {
         rustix::fs::chown(setup.folder(), owner, None).unwrap();
         let mut command = Command::new("setpriv");
         command.args(["--reuid", &UNUSED_UID.to_string(), "--clear-groups", "prlimit"]);
-        command.arg(format!("--nproc={threads}")).arg(&program.0);
+        command.arg(format!("--nproc={threads}")).arg(program.path());
         command.args(["serve", "--dram", "64MiB", "--huge-pages", "off", "--socket", "m.sock"]);
         command.args(["--ssd", "tier", "--ssd-capacity", "64MiB", "--ssd-engine", "blocking"]);
         command.args(["--http", "0", "--stop-at-eof"]).current_dir(setup.folder());
@@ -361,23 +362,6 @@ fn too_few_threads_are_refused() {
 }
 
 const UNUSED_UID: u32 = 64_123;
-
-/// The program where another user may run it. Removed when dropped.
-struct Program(PathBuf);
-
-impl Program {
-    fn copy(program: &Path) -> Self {
-        let copy = std::env::temp_dir().join(format!("orbitkv-threads-{}", std::process::id()));
-        fs::copy(program, &copy).unwrap();
-        Self(copy)
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _gone = fs::remove_file(&self.0);
-    }
-}
 
 /// Bytes that a file system has free.
 fn free(folder: &Path) -> u64 {
