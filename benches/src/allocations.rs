@@ -1,6 +1,6 @@
 //! An allocator that can count, to prove that a path allocates nothing.
 //!
-//! A program makes [`CountingAllocator`] its global allocator. Until [`Count::begin`] it costs one
+//! A program makes [`CountingAllocator`] its global allocator. Until `Count::begin` it costs one
 //! relaxed load of a shared, never written cache line an allocation.
 #![allow(unsafe_code, reason = "a global allocator is an unsafe impl")]
 
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 static COUNTING: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-/// The system's allocator, counted while a [`Count`] runs.
+/// The system's allocator, counted while a `Count` runs.
 #[derive(Debug)]
 pub struct CountingAllocator;
 

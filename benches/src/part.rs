@@ -1,7 +1,7 @@
 //! A process of a benchmark: told what to do by the coordinator, one measurement a line.
 //!
-//! Standard input brings one [`Job`] and then an empty line for every measurement to begin;
-//! standard output answers `Ready`, and then one [`Answer`] a measurement. The end of standard
+//! Standard input brings one `Job` and then an empty line for every measurement to begin;
+//! standard output answers `Ready`, and then one `Answer` a measurement. The end of standard
 //! input ends the process.
 
 use std::io::{self, BufRead, Write};
