@@ -239,7 +239,7 @@ fn sec_01_records_that_point_elsewhere_move_no_byte_and_the_sixteenth_closes() {
     manager.must_have_sessions(1);
     traffic.end();
     assert!(manager.is_running());
-    manager.must_count("orbitkv_operation_running", 0);
+    manager.must_settle("orbitkv_operation_running", 0);
     assert_eq!(manager.stop().0, Some(0));
 }
 
@@ -515,14 +515,14 @@ fn sec_09_ids_of_another_engine_do_not_exist() {
     let mut stranger = Raw::attach_as(&manager.socket(), "b".repeat(32));
     let own = Ground::new(&stranger, "three");
     manager.must_have_sessions(2);
-    manager.must_count("orbitkv_operation_running", 1);
+    manager.must_settle("orbitkv_operation_running", 1);
     let session = owner.welcome.session;
     let before = must_show(&manager, session, "a lease and a drain", |own, leases| {
         let row = ["outstanding", "completions_consumed", "regions"].map(|name| &own[name]);
         row == [1, 2, 3] && leases.as_array().unwrap().len() == 1
     });
     let must_be_as_before = || {
-        manager.must_count("orbitkv_operation_running", 1);
+        manager.must_settle("orbitkv_operation_running", 1);
         must_show(&manager, session, "as before", |own, leases| {
             (own, leases) == (&before.0, &before.1)
         });

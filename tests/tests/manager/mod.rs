@@ -147,12 +147,11 @@ impl Manager {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// A counter or gauge, once `inspect` shows the value that it must reach; it may not pass it.
+    /// A counter, once `inspect` shows the value that it must reach; it may not pass it.
     pub(crate) fn must_count(&self, name: &str, expected: u64) {
         let started = Instant::now();
         loop {
-            let shown = self.inspect()["counters"][name].as_u64();
-            let shown = shown.unwrap_or_else(|| panic!("no counter {name}"));
+            let shown = self.shown(name);
             if shown == expected {
                 return;
             }
@@ -161,17 +160,26 @@ impl Manager {
         }
     }
 
-    /// Waits until so many sessions are attached.
-    pub(crate) fn must_have_sessions(&self, expected: u64) {
+    /// A gauge, once `inspect` shows the value that it must come to rest at.
+    pub(crate) fn must_settle(&self, name: &str, expected: u64) {
         let started = Instant::now();
         loop {
-            let inspected = self.inspect();
-            let shown = inspected["counters"]["orbitkv_session_attached"].as_u64().unwrap();
+            let shown = self.shown(name);
             if shown == expected {
                 return;
             }
-            assert!(started.elapsed() < PATIENCE, "{shown} sessions, not {expected}");
+            assert!(started.elapsed() < PATIENCE, "{name} is {shown}, not {expected}");
         }
+    }
+
+    fn shown(&self, name: &str) -> u64 {
+        let shown = self.inspect()["counters"][name].as_u64();
+        shown.unwrap_or_else(|| panic!("no counter {name}"))
+    }
+
+    /// Waits until so many sessions are attached.
+    pub(crate) fn must_have_sessions(&self, expected: u64) {
+        self.must_settle("orbitkv_session_attached", expected);
     }
 }
 
