@@ -2,6 +2,8 @@
 //! every subset of whose units may have arrived, then every key asked for; requests of every kind
 //! before it is known what is on SSD.
 
+use std::time::{Duration, Instant};
+
 use orbitkv_manager::core::{
     Core, CoreConfig, Direction, Effects, ImageIdentity, Recovered, RecoveredPage, Slot,
     SpillOutcome, slot_bytes,
@@ -403,4 +405,50 @@ fn a_lost_device_is_neither_read_nor_written() {
     core.check_laws();
     let left: Vec<u16> = core.page_views().filter_map(|page| Some(page.slot?.device)).collect();
     assert_eq!((left, core.device_usage(1)), (vec![0], (0, 0)));
+}
+
+/// Prints how long the reactor is away at most while 100,000 pages are taken over.
+#[test]
+#[ignore = "for measurements"]
+fn a_turn_of_a_take_over_is_short() {
+    const REGIONS: u64 = 13;
+    const SLOTS: u64 = 8192;
+    let geometry = device(REGIONS, SLOTS * 2 * PAGE);
+    let used = slot_bytes(PAGE as u32);
+    let layout = orbitkv_manager::core::DeviceLayout {
+        geometry,
+        region_slot_bytes: vec![used; REGIONS as usize],
+        retired: Vec::new(),
+    };
+    let mut core = Core::new(CoreConfig { devices: vec![layout], ..generous(64 * PAGE) });
+    core.begin_recovery();
+    let page = |at: u64| {
+        let hash = |at: u64| {
+            let mut hash = [0; 32];
+            hash[..8].copy_from_slice(&at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+            PageHash(hash)
+        };
+        let (region, index) = ((at / SLOTS) as u32, (at % SLOTS) as u32);
+        let offset = geometry.slot_offset(region, used, index);
+        let parent = (at % 32 > 0).then(|| hash(at - 1));
+        let image = ImageIdentity { hash: hash(at), parent, ..footer(0, None, at + 1) };
+        RecoveredPage { slot: Slot { device: 0, offset, bytes: used }, image }
+    };
+    let pages: Vec<RecoveredPage> = (0..100_000).map(page).collect();
+    let mut out = Effects::default();
+    let timed = |what: &mut dyn FnMut()| {
+        let started = Instant::now();
+        what();
+        started.elapsed()
+    };
+    let mut found = None;
+    let sorted = timed(&mut || found = Some(Recovered::new(pages.clone(), 100_000, Vec::new())));
+    let told = timed(&mut || core.census_taken(found.take().unwrap(), &mut out));
+    let (mut turns, mut longest, mut all) = (0, Duration::ZERO, Duration::ZERO);
+    while core.is_recovering() {
+        let turn = timed(&mut || core.pump(0, &mut out));
+        (turns, longest, all) = (turns + 1, longest.max(turn), all + turn);
+    }
+    assert_eq!(core.stats().recovered_pages, 100_000);
+    println!("sorted {sorted:?}, told {told:?}, {turns} turns: longest {longest:?}, all {all:?}");
 }
