@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::format::BLOCK_BYTES;
 use super::io::{Chunk, Done, Engine, EngineKind, EngineMode, Part, Transfer};
@@ -149,7 +150,12 @@ impl Engine for FakeEngine {
         Ok(())
     }
 
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    ) {
         let next = if self.newest_first { self.queue.pop_back() } else { self.queue.pop_front() };
         if let Some(mut chunk) = next {
             let others: u64 = self.queue.iter().map(|other| u64::from(other.image_bytes())).sum();
@@ -165,7 +171,7 @@ impl Engine for FakeEngine {
         }
         self.wake.doze();
         if !ready() {
-            self.wake.block();
+            self.wake.block(timeout);
         }
         self.wake.rise();
     }

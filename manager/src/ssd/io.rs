@@ -5,6 +5,7 @@
 //! the one place that decides what a result means.
 
 use std::fmt;
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -257,10 +258,16 @@ pub(crate) trait Engine {
     /// whose image part is not in the pool comes back from [`wait`](Self::wait) with `-EFAULT`.
     fn submit(&mut self, chunk: Chunk) -> Result<(), Chunk>;
 
-    /// Hands over what was submitted and sleeps until at least one chunk is back or the worker is
-    /// woken; appends what is back to `done`. Calls `ready` after arming the wake: when it says
-    /// true, or a chunk is back already, there is no sleep. May return with nothing.
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>);
+    /// Hands over what was submitted and sleeps until at least one chunk is back, the worker is
+    /// woken or `timeout` is over; appends what is back to `done`. Calls `ready` after arming the
+    /// wake: when it says true, or a chunk is back already, there is no sleep. May return with
+    /// nothing.
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    );
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use io_uring::squeue::Entry;
-use io_uring::types::Fd;
+use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 
@@ -290,17 +290,31 @@ impl Engine for UringEngine {
         Ok(())
     }
 
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    ) {
         self.arm_wake();
         self.wake.doze();
         let sleep = self.refused.is_empty() && !ready();
-        match self.ring.submit_and_wait(usize::from(sleep)) {
+        let entered = match timeout {
+            Some(timeout) if sleep => {
+                let timeout = Timespec::from(timeout);
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
+            }
+            _ => self.ring.submit_and_wait(usize::from(sleep)),
+        };
+        match entered {
             Ok(_) => _ = self.reap(done),
             Err(error) => {
                 let reaped = self.reap(done);
-                // A signal is no reason to pause; anything else clears up when something is reaped,
-                // or with time.
-                if !reaped && error.kind() != io::ErrorKind::Interrupted {
+                // A signal or the timeout is no reason to pause; anything else clears up when
+                // something is reaped, or with time.
+                let expected =
+                    [Some(libc::EINTR), Some(libc::ETIME)].contains(&error.raw_os_error());
+                if !reaped && !expected {
                     std::thread::sleep(BUSY_PAUSE);
                 }
             }
@@ -353,6 +367,10 @@ fn make_ring(entries: u32) -> io::Result<(IoUring, TaskRun)> {
     let mut last = io::Error::from_raw_os_error(libc::EINVAL);
     for (builder, task_run) in modes {
         match builder.build(entries) {
+            // Sleeping for a limited time came with Linux 5.11.
+            Ok(ring) if !ring.params().is_feature_ext_arg() => {
+                return Err(io::Error::from_raw_os_error(libc::ENOSYS));
+            }
             Ok(ring) => return Ok((ring, task_run)),
             // Only "I do not know this flag" is a reason to ask for less.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
@@ -442,7 +460,7 @@ mod tests {
             engine.submit(chunk).unwrap();
             let mut done = Vec::new();
             while engine.in_flight() > 0 {
-                engine.wait(&mut || false, &mut done);
+                engine.wait(&mut || false, None, &mut done);
             }
             assert_eq!(done[0].result, 8192);
         });
