@@ -81,7 +81,7 @@ impl BlockingEngine {
 impl Engine for BlockingEngine {
     fn mode(&self) -> EngineMode {
         let kind = EngineKind::Blocking(self.threads.len() as u16);
-        EngineMode { kind, registered_bytes: 0, register_errno: None }
+        EngineMode { kind, ..EngineMode::UNREGISTERED }
     }
 
     fn depth(&self) -> usize {

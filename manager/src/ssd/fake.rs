@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::format::BLOCK_BYTES;
-use super::io::{Chunk, Done, Engine, EngineKind, EngineMode, Part, Transfer};
+use super::io::{Chunk, Done, Engine, EngineMode, Part, Transfer};
 use super::wake::Wake;
 use crate::image::ImageMemory;
 
@@ -126,7 +126,7 @@ impl FakeEngine {
 
 impl Engine for FakeEngine {
     fn mode(&self) -> EngineMode {
-        EngineMode { kind: EngineKind::Fake, registered_bytes: 0, register_errno: None }
+        EngineMode::UNREGISTERED
     }
 
     fn depth(&self) -> usize {

@@ -210,9 +210,19 @@ pub struct EngineMode {
     pub registered_bytes: u64,
     /// What the kernel said when it did not register them.
     pub register_errno: Option<Errno>,
+    /// The file is registered with the ring as well.
+    pub file_registered: bool,
 }
 
 impl EngineMode {
+    /// An engine that registers nothing.
+    pub(crate) const UNREGISTERED: Self = Self {
+        kind: EngineKind::Fake,
+        registered_bytes: 0,
+        register_errno: None,
+        file_registered: false,
+    };
+
     /// One word for tools: `uring` or `blocking`.
     pub const fn label(self) -> &'static str {
         match self.kind {
@@ -235,9 +245,10 @@ impl fmt::Display for EngineMode {
             EngineKind::Fake => f.write_str("memory")?,
         }
         match self.registered_bytes {
-            0 => Ok(()),
-            bytes => write!(f, ", {} MiB of DRAM registered", bytes >> 20),
+            0 => {}
+            bytes => write!(f, ", {} MiB of DRAM registered", bytes >> 20)?,
         }
+        f.write_str(if self.file_registered { ", file registered" } else { "" })
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use io_uring::squeue::Entry;
+use io_uring::squeue::{Entry, Flags};
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
@@ -24,6 +24,8 @@ const PIECE_BYTES_MAX: u64 = 1 << 30;
 const PIECES_MAX: usize = 16_384;
 /// Marks the completion of the armed eventfd read; all other values are slot numbers.
 const WAKE: u64 = u64::MAX;
+/// Number of the only file that a ring registers.
+const REGISTERED_FILE: RawFd = 0;
 /// Pause before the kernel is asked again after it had no memory, with nothing to reap.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 /// Tries to get the last chunks back from a ring that answers every call with an error.
@@ -82,7 +84,7 @@ impl UringEngine {
             free: (0..u32::from(depth)).rev().collect(),
             refused: Vec::new(),
             pieces: Vec::new(),
-            mode: EngineMode { kind, registered_bytes: 0, register_errno: None },
+            mode: EngineMode { kind, ..EngineMode::UNREGISTERED },
             wake_count: Box::new(AtomicU64::new(0)),
             wake_armed: false,
             wake,
@@ -90,6 +92,7 @@ impl UringEngine {
             memory,
         };
         engine.register(arenas);
+        engine.register_file();
         Ok(engine)
     }
 
@@ -122,6 +125,13 @@ impl UringEngine {
         drop(ring);
         drop(buffer);
         registered.map_err(errno)
+    }
+
+    /// So that the kernel need not look the file up for every chunk. Best effort: where
+    /// registration is forbidden, that of the buffers has told so.
+    fn register_file(&mut self) {
+        let file = self.file.descriptor().as_raw_fd();
+        self.mode.file_registered = self.ring.submitter().register_files(&[file]).is_ok();
     }
 
     fn register(&mut self, arenas: &[u64]) {
@@ -184,7 +194,10 @@ impl UringEngine {
         let Slot { chunk: Some(chunk), vector } = self.slots.get(slot as usize)? else {
             return None;
         };
-        let file = Fd(self.file.descriptor().as_raw_fd());
+        let file = match self.mode.file_registered {
+            true => Fd(REGISTERED_FILE),
+            false => Fd(self.file.descriptor().as_raw_fd()),
+        };
         let offset = chunk.offset;
         let entry = match (chunk.transfer, vector.as_slice()) {
             (transfer, [only]) => {
@@ -210,6 +223,10 @@ impl UringEngine {
             (Transfer::Write, many) => {
                 opcode::Writev::new(file, many.as_ptr(), many.len() as u32).offset(offset).build()
             }
+        };
+        let entry = match self.mode.file_registered {
+            true => entry.flags(Flags::FIXED_FILE),
+            false => entry,
         };
         Some(entry.user_data(u64::from(slot)))
     }
@@ -353,13 +370,16 @@ impl Drop for UringEngine {
 }
 
 fn make_ring(entries: u32) -> io::Result<(IoUring, TaskRun)> {
-    let mut deferred = IoUring::builder();
-    deferred.dontfork().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let mut newest = IoUring::builder();
+    newest.dontfork().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let deferred = newest.clone();
+    newest.setup_no_sqarray();
     let mut cooperative = IoUring::builder();
     cooperative.dontfork().setup_coop_taskrun().setup_taskrun_flag();
     let mut plain = IoUring::builder();
     plain.dontfork();
     let modes = [
+        (newest, TaskRun::Deferred),
         (deferred, TaskRun::Deferred),
         (cooperative, TaskRun::Cooperative),
         (plain, TaskRun::Plain),
@@ -454,7 +474,7 @@ mod tests {
             let wake = Arc::new(Wake::new().unwrap());
             let mut engine =
                 UringEngine::new(file, memory.clone(), wake, 4, &memory.arena_bytes()).unwrap();
-            assert_eq!(engine.mode().registered_bytes, 0);
+            assert_eq!((engine.mode().registered_bytes, engine.mode().file_registered), (0, false));
             let mut chunk = Chunk::new(Transfer::Read, 4096, Vec::new(), Vec::new());
             chunk.push(0, Part::Image(Extent { arena: 0, offset: 0, bytes: 8192 }));
             engine.submit(chunk).unwrap();
