@@ -3,15 +3,16 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ringbuf::HeapProd;
 use ringbuf::traits::Producer;
 
+use super::activity::{Allowance, ReadActivity};
 use super::counters::DeviceCounters;
 use super::flight::{Flight, part_of};
 use super::format::{Footer, padded};
 use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Transfer};
-use super::limit::ReadActivity;
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
 use super::window::Window;
@@ -33,7 +34,8 @@ pub(crate) struct Writer {
     metadata: Metadata,
     counters: Arc<DeviceCounters>,
     activity: Arc<ReadActivity>,
-    bytes_in_flight_max: u64,
+    /// How long nothing is sent, so that some reads are alone.
+    pause: Option<Duration>,
     ends: HeapProd<SsdEnd>,
     notify: Arc<dyn Fn() + Send + Sync>,
     /// The last superblock write failed: not tried again until there is a new reason.
@@ -45,7 +47,6 @@ pub(crate) struct WriterParts {
     pub(crate) metadata: Metadata,
     pub(crate) counters: Arc<DeviceCounters>,
     pub(crate) activity: Arc<ReadActivity>,
-    pub(crate) bytes_in_flight_max: u64,
     pub(crate) ends: HeapProd<SsdEnd>,
     pub(crate) notify: Arc<dyn Fn() + Send + Sync>,
 }
@@ -69,7 +70,7 @@ impl Writer {
             metadata: parts.metadata,
             counters: parts.counters,
             activity: parts.activity,
-            bytes_in_flight_max: parts.bytes_in_flight_max,
+            pause: None,
             ends: parts.ends,
             notify: parts.notify,
             resting: false,
@@ -192,6 +193,50 @@ impl Writer {
         true
     }
 
+    /// Sends as much as fits below `limit` bytes in flight.
+    fn send(&mut self, limit: u64) {
+        loop {
+            if let Some(open) = self.open {
+                if !self.send_next(open, limit) {
+                    break;
+                }
+                continue;
+            }
+            // Nothing overtakes a region or a forget: the window ends in front of it.
+            let writes = |command| match command {
+                WriterCommand::Write(order) => Some(order),
+                _ => None,
+            };
+            self.window.refill(&mut self.backlog, writes, |order| order.slot.offset);
+            if let Some(order) = self.window.front() {
+                if !self.start(order, limit) {
+                    break;
+                }
+                continue;
+            }
+            match self.backlog.front().copied() {
+                Some(command) => {
+                    self.backlog.pop_front();
+                    self.keep(command);
+                }
+                None => {
+                    // Nothing better to do: what is not urgent goes out now, so that a crash loses
+                    // little of it.
+                    if self.metadata.is_dirty() && !self.resting && self.flight.is_idle() {
+                        self.resting = self.metadata.write().is_err();
+                    }
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Tells telemetry, and the reader, what the kernel has.
+    fn tell(&mut self) {
+        self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+        self.activity.writes(self.flight.take_sent(), self.flight.chunks_out());
+    }
+
     /// Everything behind a region or a forget waits for it, since this thread does.
     fn keep(&mut self, command: WriterCommand) {
         self.resting = false;
@@ -228,48 +273,22 @@ impl Duty for Writer {
     }
 
     fn fill(&mut self) {
-        let limit = self.activity.write_bytes_max(self.bytes_in_flight_max);
-        self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
-        loop {
-            if let Some(open) = self.open {
-                if !self.send_next(open, limit) {
-                    break;
-                }
-                continue;
+        self.pause = None;
+        match self.activity.allowance() {
+            Allowance::Bytes(limit) => {
+                self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
+                self.send(limit);
             }
-            // Nothing overtakes a region or a forget: the window ends in front of it.
-            let writes = |command| match command {
-                WriterCommand::Write(order) => Some(order),
-                _ => None,
-            };
-            self.window.refill(&mut self.backlog, writes, |order| order.slot.offset);
-            if let Some(order) = self.window.front() {
-                if !self.start(order, limit) {
-                    break;
-                }
-                continue;
-            }
-            match self.backlog.front().copied() {
-                Some(command) => {
-                    self.backlog.pop_front();
-                    self.keep(command);
-                }
-                None => {
-                    // Nothing better to do: what is not urgent goes out now, so that a crash loses
-                    // little of it.
-                    if self.metadata.is_dirty() && !self.resting && self.flight.is_idle() {
-                        self.resting = self.metadata.write().is_err();
-                    }
-                    break;
-                }
-            }
+            Allowance::Pause(left) => self.pause = Some(left),
         }
-        self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+        self.tell();
     }
 
     fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
-        self.flight.wait(ready);
-        self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+        // With nothing to send there is nothing to wake up for.
+        let waits = !self.backlog.is_empty() || !self.window.is_empty() || self.open.is_some();
+        self.flight.wait_at_most(ready, self.pause.filter(|_| waits));
+        self.tell();
     }
 
     fn deliver(&mut self) {
