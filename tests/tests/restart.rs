@@ -80,7 +80,7 @@ fn dram_is_served_while_nothing_of_the_tier_is_known() {
         let seen = manager.fresh();
         let ssd = &seen.ssd[0];
         assert_eq!((ssd.recovery, ssd.health), ("scanning", "healthy"));
-        assert!(ssd.scanned_slots < ssd.scan_slots, "{ssd:?}");
+        assert!(ssd.is_recovering() && ssd.scanned_slots < ssd.scan_slots, "{ssd:?}");
         assert_eq!(seen.manager.state, LifeState::Ready);
         assert_eq!(seen.counters.get(Metric::SsdWrittenPages), 0);
         assert_eq!(seen.counters.get(Metric::SpillWaitingPages), 13);
