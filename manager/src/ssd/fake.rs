@@ -1,12 +1,14 @@
 //! A disk in memory that fails as told. Fault model: each chunk, when it is served, may be answered
 //! with an errno or moved in part (the rest of a read keeps its old bytes, the rest of a write never
-//! reaches the disk); chunks are served oldest or newest first.
+//! reaches the disk); chunks are served oldest or newest first, and none while the gate is shut.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::format::BLOCK_BYTES;
-use super::io::{Chunk, Done, Engine, EngineKind, EngineMode, Part, Transfer};
+use super::io::{Chunk, Done, Engine, EngineMode, Part, Transfer};
 use super::wake::Wake;
 use crate::image::ImageMemory;
 
@@ -21,6 +23,9 @@ pub(crate) enum Fault {
 
 type Plan = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
 
+/// Open while it is true.
+pub(crate) type Gate = Arc<AtomicBool>;
+
 /// The bytes of a disk; shared by engines that are to see the same file.
 pub(crate) type Disk = Arc<Mutex<Vec<u8>>>;
 
@@ -33,6 +38,7 @@ pub(crate) struct FakeEngine {
     queue: VecDeque<Chunk>,
     plan: Plan,
     newest_first: bool,
+    gate: Option<Gate>,
     log: Log,
 }
 
@@ -64,6 +70,7 @@ impl FakeEngine {
             queue: VecDeque::new(),
             plan: Box::new(|_| None),
             newest_first: false,
+            gate: None,
             log: Log::default(),
         }
     }
@@ -77,6 +84,13 @@ impl FakeEngine {
     /// Serves the newest chunk first instead of the oldest.
     pub(crate) fn newest_first(mut self) -> Self {
         self.newest_first = true;
+        self
+    }
+
+    /// Keeps what it has while `gate` is false, as a disk that hangs. Whoever opens it wakes the
+    /// engine.
+    pub(crate) fn behind(mut self, gate: &Gate) -> Self {
+        self.gate = Some(gate.clone());
         self
     }
 
@@ -125,7 +139,7 @@ impl FakeEngine {
 
 impl Engine for FakeEngine {
     fn mode(&self) -> EngineMode {
-        EngineMode { kind: EngineKind::Fake, registered_bytes: 0, register_errno: None }
+        EngineMode::UNREGISTERED
     }
 
     fn depth(&self) -> usize {
@@ -149,8 +163,18 @@ impl Engine for FakeEngine {
         Ok(())
     }
 
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
-        let next = if self.newest_first { self.queue.pop_back() } else { self.queue.pop_front() };
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    ) {
+        let open = self.gate.as_ref().is_none_or(|gate| gate.load(Ordering::Acquire));
+        let next = match (open, self.newest_first) {
+            (false, _) => None,
+            (true, true) => self.queue.pop_back(),
+            (true, false) => self.queue.pop_front(),
+        };
         if let Some(mut chunk) = next {
             let others: u64 = self.queue.iter().map(|other| u64::from(other.image_bytes())).sum();
             self.log.lock().unwrap().push(Served {
@@ -165,7 +189,7 @@ impl Engine for FakeEngine {
         }
         self.wake.doze();
         if !ready() {
-            self.wake.block();
+            self.wake.block(timeout);
         }
         self.wake.rise();
     }

@@ -5,6 +5,7 @@
 //! the one place that decides what a result means.
 
 use std::fmt;
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -74,6 +75,8 @@ pub(crate) struct Chunk {
     pub members: Vec<Member>,
     /// How often it was tried.
     pub attempts: Attempts,
+    /// The worker's number for it while it is out.
+    pub number: usize,
     bytes: u32,
     image_bytes: u32,
 }
@@ -88,7 +91,7 @@ impl Chunk {
     ) -> Self {
         debug_assert!(parts.is_empty() && members.is_empty());
         let attempts = Attempts::default();
-        Self { transfer, offset, parts, members, attempts, bytes: 0, image_bytes: 0 }
+        Self { transfer, offset, parts, members, attempts, number: 0, bytes: 0, image_bytes: 0 }
     }
 
     /// Appends a part of `page`.
@@ -173,8 +176,16 @@ impl Attempts {
                 self.again += 1;
                 return Verdict::Again;
             }
-            Verdict::Failed(IoFault::Errno(errno))
+            Verdict::Failed(fault_of_errno(errno))
         }
+    }
+}
+
+/// What a (positive) errno means. Without space, nothing is wrong with the place.
+pub(crate) fn fault_of_errno(errno: i32) -> IoFault {
+    match errno {
+        libc::ENOSPC | libc::EDQUOT => IoFault::NoSpace,
+        errno => IoFault::Errno(errno),
     }
 }
 
@@ -209,9 +220,19 @@ pub struct EngineMode {
     pub registered_bytes: u64,
     /// What the kernel said when it did not register them.
     pub register_errno: Option<Errno>,
+    /// The file is registered with the ring as well.
+    pub file_registered: bool,
 }
 
 impl EngineMode {
+    /// An engine that registers nothing.
+    pub(crate) const UNREGISTERED: Self = Self {
+        kind: EngineKind::Fake,
+        registered_bytes: 0,
+        register_errno: None,
+        file_registered: false,
+    };
+
     /// One word for tools: `uring` or `blocking`.
     pub const fn label(self) -> &'static str {
         match self.kind {
@@ -234,9 +255,10 @@ impl fmt::Display for EngineMode {
             EngineKind::Fake => f.write_str("memory")?,
         }
         match self.registered_bytes {
-            0 => Ok(()),
-            bytes => write!(f, ", {} MiB of DRAM registered", bytes >> 20),
+            0 => {}
+            bytes => write!(f, ", {} MiB of DRAM registered", bytes >> 20)?,
         }
+        f.write_str(if self.file_registered { ", file registered" } else { "" })
     }
 }
 
@@ -257,10 +279,16 @@ pub(crate) trait Engine {
     /// whose image part is not in the pool comes back from [`wait`](Self::wait) with `-EFAULT`.
     fn submit(&mut self, chunk: Chunk) -> Result<(), Chunk>;
 
-    /// Hands over what was submitted and sleeps until at least one chunk is back or the worker is
-    /// woken; appends what is back to `done`. Calls `ready` after arming the wake: when it says
-    /// true, or a chunk is back already, there is no sleep. May return with nothing.
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>);
+    /// Hands over what was submitted and sleeps until at least one chunk is back, the worker is
+    /// woken or `timeout` is over; appends what is back to `done`. Calls `ready` after arming the
+    /// wake: when it says true, or a chunk is back already, there is no sleep. May return with
+    /// nothing.
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    );
 }
 
 #[cfg(test)]
@@ -292,11 +320,15 @@ mod tests {
 
     #[test]
     fn other_errors_fail_at_once_with_a_positive_errno() {
-        for errno in [libc::EIO, libc::ENOSPC, libc::EOPNOTSUPP] {
+        for errno in [libc::EIO, libc::ENXIO, libc::EOPNOTSUPP] {
             assert_eq!(
                 Attempts::default().judge(4096, -errno),
                 Verdict::Failed(IoFault::Errno(errno))
             );
+        }
+        for errno in [libc::ENOSPC, libc::EDQUOT] {
+            let verdict = Attempts::default().judge(4096, -errno);
+            assert_eq!(verdict, Verdict::Failed(IoFault::NoSpace));
         }
         assert!(matches!(Attempts::default().judge(4096, i32::MIN), Verdict::Failed(_)));
     }

@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::DEVICES_MAX;
+use super::activity::ReadActivity;
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::{Access, SsdFile};
 use super::format::{Superblock, padded};
-use super::limit::ReadActivity;
 use super::metadata;
 use super::order::ReadOrder;
+use super::pulse::Pulse;
 use super::reader::Reader;
 use super::recover::{Census, Found, SlotCounts, all_forgotten};
 use super::sweep::scan;
@@ -123,8 +124,9 @@ fn read_whole(
             return Err(SsdError::NO_ROOM);
         }
         let (send, results) = sync_channel(IMAGES_MAX);
-        let activity = Arc::new(ReadActivity::new());
-        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, send);
+        let activity = Arc::new(ReadActivity::new(0));
+        let pulse = Arc::new(Pulse::patient());
+        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, pulse, send);
         Check { reader, results, memory, places }.run(alike, &mut tell);
     }
     Ok(())
