@@ -81,6 +81,10 @@ impl Core {
     }
 
     pub(super) fn pump_writes(&mut self, out: &mut Effects) {
+        if self.is_recovering() {
+            // Which slots are free is not known.
+            return;
+        }
         // Slot sizes that have no slot to give now: pages of other sizes need not wait for them.
         let mut full: Vec<u32> = Vec::new();
         while !self.spill.is_empty() && self.may_write() {
