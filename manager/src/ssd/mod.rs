@@ -23,11 +23,13 @@ mod error;
 mod file;
 mod flight;
 pub mod format;
+mod health;
 mod io;
 mod limit;
 mod metadata;
 mod order;
 pub mod probe;
+mod pulse;
 mod reader;
 mod recover;
 mod sweep;
@@ -47,17 +49,22 @@ mod fake;
 #[cfg(test)]
 mod worker_tests;
 
+pub use breaker::Cause;
 pub use claim::MadeFiles;
 pub use counters::DeviceSnapshot;
-pub use device::{DeviceInfo, DeviceStatus, Health, Notify};
+pub use device::{DeviceInfo, DeviceStatus, Notify};
 pub use engine::EngineChoice;
 pub use error::SsdError;
+pub use health::Health;
 pub(crate) use io::CHUNK_IMAGE_BYTES_MAX;
 pub use io::{EngineKind, EngineMode, TaskRun};
 pub use order::{ReadOrder, SsdEnd, WriteOrder};
 pub use recover::SlotCounts;
 pub use tier::{ClaimedTier, QueueFull, Recovery, SsdConfig, SsdTier};
 pub use verify::verify;
+
+/// Reads, and writes with forgets, of one device that may be out; one more finds the queue full.
+pub const QUEUE_ORDERS: usize = device::WRITE_QUEUE;
 
 /// Files of one tier at most.
 pub const DEVICES_MAX: usize = 16;

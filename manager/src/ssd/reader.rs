@@ -11,6 +11,7 @@ use super::flight::{Flight, part_of};
 use super::format::padded;
 use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
 use super::order::ReadOrder;
+use super::pulse::Pulse;
 use super::verifier::ReadResult;
 use super::window::Window;
 use super::worker::Duty;
@@ -33,6 +34,7 @@ pub(crate) struct Reader {
     together: Vec<u32>,
     geometry: RegionGeometry,
     meter: ReadMeter,
+    pulse: Arc<Pulse>,
     results: SyncSender<ReadResult>,
 }
 
@@ -57,10 +59,12 @@ impl Reader {
         geometry: RegionGeometry,
         counters: Arc<DeviceCounters>,
         activity: Arc<ReadActivity>,
+        pulse: Arc<Pulse>,
         results: SyncSender<ReadResult>,
     ) -> Self {
         Self {
-            flight: Flight::new(engine, Transfer::Read, counters.clone()),
+            flight: Flight::new(engine, Transfer::Read, counters.clone()).with_pulse(pulse.clone()),
+            pulse,
             backlog: VecDeque::new(),
             window: Window::new(),
             open: None,
@@ -141,6 +145,14 @@ impl Reader {
         }
     }
 
+    fn send_probe(&mut self, order: ReadOrder) {
+        let page = self.flight.begin(Reading { order, mark: None });
+        let mut chunk = self.flight.chunk(order.slot.offset);
+        chunk.push(page, Part::Block(self.flight.block()));
+        self.flight.send(chunk);
+        self.flight.seal(page);
+    }
+
     fn refuse(&mut self, order: ReadOrder, fault: IoFault) {
         self.flight.refuse(Reading { order, mark: None }, fault);
     }
@@ -154,10 +166,24 @@ impl Duty for Reader {
     }
 
     fn fill(&mut self) {
+        if self.pulse.is_hung() {
+            // What the kernel does not have yet need not wait for what it keeps.
+            self.abandon();
+            return;
+        }
         loop {
             if let Some(open) = self.open {
                 if !self.send_next(open) {
                     return;
+                }
+                continue;
+            }
+            if self.backlog.front().is_some_and(ReadOrder::is_probe) {
+                if !self.flight.has_room(0, READS_IN_FLIGHT_BYTES) {
+                    return;
+                }
+                if let Some(order) = self.backlog.pop_front() {
+                    self.send_probe(order);
                 }
                 continue;
             }
@@ -235,7 +261,7 @@ fn padded_image(order: &ReadOrder) -> u32 {
 }
 
 fn is_small(order: &ReadOrder) -> bool {
-    order.image_bytes <= COALESCE_IMAGE_BYTES_MAX
+    order.image_bytes <= COALESCE_IMAGE_BYTES_MAX && !order.is_probe()
 }
 
 /// True when `next` is small and its image begins one footer behind that of `last`.

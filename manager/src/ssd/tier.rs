@@ -316,6 +316,12 @@ impl SsdTier {
         })
     }
 
+    /// Looks after devices that are not well. To be called several times a second, also without
+    /// work.
+    pub fn tend(&mut self) {
+        self.devices.iter_mut().for_each(Device::tend);
+    }
+
     /// Every device, in configuration order.
     pub fn status(&self) -> impl Iterator<Item = DeviceStatus> + '_ {
         self.devices.iter().map(Device::status)

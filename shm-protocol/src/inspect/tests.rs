@@ -110,6 +110,10 @@ fn busy_writer() -> SegmentWriter {
             preallocated: 1,
             registered: 0,
             health: SsdHealth::ReadOnly.to_word(),
+            write_inflight_bytes: 0,
+            write_inflight_limit_bytes: 0,
+            small_read_ns: [0; 2],
+            large_read_ns: [0; 2],
         }],
     );
     writer.update_table(
