@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use orbitkv_manager::clock::Clock;
 use orbitkv_manager::core::limits::{
-    READS_IN_FLIGHT_BYTES, READS_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_BYTES, WRITES_IN_FLIGHT_MAX,
+    READS_IN_FLIGHT_BYTES, READS_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_BYTES_MAX, WRITES_IN_FLIGHT_MAX,
 };
 use orbitkv_manager::core::{ImageIdentity, Ticket, slot_bytes};
 use orbitkv_manager::pool::DramPool;
@@ -107,7 +107,7 @@ impl Out {
     fn may_write(&self) -> bool {
         self.writes == 0
             || (self.writes < WRITES_IN_FLIGHT_MAX as usize
-                && self.bytes_written < WRITES_IN_FLIGHT_BYTES)
+                && self.bytes_written < WRITES_IN_FLIGHT_BYTES_MAX)
     }
 }
 

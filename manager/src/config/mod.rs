@@ -287,7 +287,10 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("ssd_reads_in_flight (commands)", limits::READS_IN_FLIGHT_MAX as u64),
     ("ssd_reads_in_flight (bytes, at least one page)", limits::READS_IN_FLIGHT_BYTES),
     ("ssd_writes_in_flight (commands)", limits::WRITES_IN_FLIGHT_MAX as u64),
-    ("ssd_writes_in_flight (bytes, at least one page)", limits::WRITES_IN_FLIGHT_BYTES),
+    (
+        "ssd_writes_in_flight (bytes, at least one page, beyond 8MiB an eighth of dram)",
+        limits::WRITES_IN_FLIGHT_BYTES_MAX,
+    ),
     ("ssd_chunk (bytes)", ssd::CHUNK_IMAGE_BYTES_MAX as u64),
     ("ssd_footer (bytes a slot)", FOOTER_BYTES as u64),
     ("message_bytes_max (bytes)", message::MESSAGE_BYTES_MAX as u64),
