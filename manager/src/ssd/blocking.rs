@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use super::file::SsdFile;
 use super::io::{Chunk, Done, Engine, EngineKind, EngineMode, Part, Transfer};
@@ -80,7 +81,7 @@ impl BlockingEngine {
 impl Engine for BlockingEngine {
     fn mode(&self) -> EngineMode {
         let kind = EngineKind::Blocking(self.threads.len() as u16);
-        EngineMode { kind, registered_bytes: 0, register_errno: None }
+        EngineMode { kind, ..EngineMode::UNREGISTERED }
     }
 
     fn depth(&self) -> usize {
@@ -101,12 +102,17 @@ impl Engine for BlockingEngine {
         Ok(())
     }
 
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    ) {
         let before = done.len();
         self.shared.wake.doze();
         done.append(&mut self.shared.queues().done);
         if done.len() == before && !ready() {
-            self.shared.wake.block();
+            self.shared.wake.block(timeout);
             done.append(&mut self.shared.queues().done);
         }
         self.shared.wake.rise();

@@ -55,6 +55,14 @@ counters! {
     write_inflight_bytes,
     /// What that is held below at the moment. Gauge.
     write_inflight_limit_bytes,
+    /// 98th percentile of small page reads without writes beside them, in nanoseconds. Gauge.
+    small_read_alone_ns,
+    /// The same with writes beside them. Gauge.
+    small_read_beside_ns,
+    /// 98th percentile of larger page reads without writes beside them, in nanoseconds. Gauge.
+    large_read_alone_ns,
+    /// The same with writes beside them. Gauge.
+    large_read_beside_ns,
     /// Transfers that moved fewer bytes than asked. Counter.
     short_transfers,
     /// Transfers that were sent again after EAGAIN or EINTR. Counter.

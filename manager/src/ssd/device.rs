@@ -9,13 +9,13 @@ use ringbuf::traits::{Consumer, Observer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 use rustix::io::Errno;
 
+use super::activity::ReadActivity;
 use super::breaker::{Breaker, Change};
 use super::counters::{DeviceCounters, DeviceSnapshot};
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::SsdFile;
 use super::io::{Engine, EngineMode};
-use super::limit::ReadActivity;
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
 use super::reader::{READ_DEPTH, Reader};
@@ -79,7 +79,8 @@ pub(crate) struct Shared {
     pub(crate) memory: Arc<dyn ImageMemory>,
     pub(crate) arenas: Arc<[u64]>,
     pub(crate) resolved: Resolved,
-    pub(crate) write_bytes_in_flight_max: u64,
+    /// Where the limit of write bytes in flight beside reads starts.
+    pub(crate) write_bytes_in_flight: u64,
     pub(crate) control: Arc<Control>,
     pub(crate) notify: Notify,
     /// Every thread holds a clone; when the other end hears nothing more, all are gone.
@@ -121,7 +122,7 @@ impl Device {
         counters: Arc<DeviceCounters>,
         shared: &Shared,
     ) -> Result<Self, SsdError> {
-        let activity = Arc::new(ReadActivity::new());
+        let activity = Arc::new(ReadActivity::new(shared.write_bytes_in_flight));
         let geometry = metadata.state().geometry;
         let spec = |depth: u16, wake: &Arc<Wake>| EngineSpec {
             resolved: shared.resolved,
@@ -154,7 +155,6 @@ impl Device {
             metadata,
             counters: counters.clone(),
             activity,
-            bytes_in_flight_max: shared.write_bytes_in_flight_max,
             ends,
             notify: shared.notify.clone(),
         };

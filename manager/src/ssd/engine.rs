@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use super::blocking::{BLOCKING_THREADS, BlockingEngine};
 use super::error::SsdError;
 use super::file::SsdFile;
-use super::io::Engine;
+use super::io::{Engine, EngineKind, EngineMode, TaskRun};
 use super::uring::UringEngine;
 use super::wake::Wake;
 use crate::image::ImageMemory;
@@ -41,7 +41,16 @@ pub(crate) fn resolve(choice: EngineChoice) -> Result<Resolved, SsdError> {
     if choice == EngineChoice::Blocking {
         return Ok(Resolved::Blocking);
     }
-    decide(choice, UringEngine::probe().err())
+    let probed = UringEngine::probe();
+    match probed {
+        Ok(TaskRun::Deferred) | Err(_) => {}
+        Ok(task_run) => tracing::info!(
+            mode = %EngineMode { kind: EngineKind::Uring(task_run), ..EngineMode::UNREGISTERED },
+            "this kernel does not know the newest set-up of io_uring (Linux 6.1): an older one is \
+             used, which costs a little CPU"
+        ),
+    }
+    decide(choice, probed.err())
 }
 
 fn decide(choice: EngineChoice, refused: Option<Errno>) -> Result<Resolved, SsdError> {

@@ -4,9 +4,10 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::format::BLOCK_BYTES;
-use super::io::{Chunk, Done, Engine, EngineKind, EngineMode, Part, Transfer};
+use super::io::{Chunk, Done, Engine, EngineMode, Part, Transfer};
 use super::wake::Wake;
 use crate::image::ImageMemory;
 
@@ -125,7 +126,7 @@ impl FakeEngine {
 
 impl Engine for FakeEngine {
     fn mode(&self) -> EngineMode {
-        EngineMode { kind: EngineKind::Fake, registered_bytes: 0, register_errno: None }
+        EngineMode::UNREGISTERED
     }
 
     fn depth(&self) -> usize {
@@ -149,7 +150,12 @@ impl Engine for FakeEngine {
         Ok(())
     }
 
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    ) {
         let next = if self.newest_first { self.queue.pop_back() } else { self.queue.pop_front() };
         if let Some(mut chunk) = next {
             let others: u64 = self.queue.iter().map(|other| u64::from(other.image_bytes())).sum();
@@ -165,7 +171,7 @@ impl Engine for FakeEngine {
         }
         self.wake.doze();
         if !ready() {
-            self.wake.block();
+            self.wake.block(timeout);
         }
         self.wake.rise();
     }

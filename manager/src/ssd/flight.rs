@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::counters::{DeviceCounters, count};
 use super::format::Block;
@@ -26,6 +27,7 @@ pub(crate) struct Flight<C> {
     done: Vec<Done>,
     ended: VecDeque<(C, Option<IoFault>)>,
     image_bytes: u64,
+    sent: u64,
     spare_vectors: Vec<(Vec<Part>, Vec<Member>)>,
     spare_blocks: Vec<Box<Block>>,
 }
@@ -53,6 +55,7 @@ impl<C> Flight<C> {
             done: Vec::new(),
             ended: VecDeque::new(),
             image_bytes: 0,
+            sent: 0,
             spare_vectors: Vec::new(),
             spare_blocks: Vec::new(),
         }
@@ -74,6 +77,21 @@ impl<C> Flight<C> {
             && self.engine.in_flight() < self.engine.depth()
             && (self.engine.in_flight() == 0
                 || self.image_bytes + u64::from(image_bytes) <= limit_bytes)
+    }
+
+    /// Chunks in the kernel's hands.
+    pub(crate) fn chunks_out(&self) -> u64 {
+        self.engine.in_flight() as u64
+    }
+
+    /// Chunks that were sent since this was last asked.
+    pub(crate) fn take_sent(&mut self) -> u64 {
+        std::mem::take(&mut self.sent)
+    }
+
+    /// What was ordered for a page.
+    pub(crate) fn command_mut(&mut self, page: u32) -> Option<&mut C> {
+        self.page_mut(page).map(|page| &mut page.command)
     }
 
     /// A page begins; returns its number.
@@ -141,8 +159,17 @@ impl<C> Flight<C> {
 
     /// Sleeps until something is back or the worker is woken, then settles it.
     pub(crate) fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
+        self.wait_at_most(ready, None);
+    }
+
+    /// [`wait`](Self::wait), but not longer than `timeout`.
+    pub(crate) fn wait_at_most(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+    ) {
         let mut done = std::mem::take(&mut self.done);
-        self.engine.wait(ready, &mut done);
+        self.engine.wait(ready, timeout, &mut done);
         for Done { chunk, result } in done.drain(..) {
             self.image_bytes -= u64::from(chunk.image_bytes());
             self.settle(chunk, result);
@@ -166,6 +193,7 @@ impl<C> Flight<C> {
 
     fn submit(&mut self, chunk: Chunk) {
         let image_bytes = u64::from(chunk.image_bytes());
+        self.sent += 1;
         match self.engine.submit(chunk) {
             Ok(()) => self.image_bytes += image_bytes,
             Err(chunk) => self.retry.push_back(chunk),

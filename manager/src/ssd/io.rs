@@ -5,6 +5,7 @@
 //! the one place that decides what a result means.
 
 use std::fmt;
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -209,9 +210,19 @@ pub struct EngineMode {
     pub registered_bytes: u64,
     /// What the kernel said when it did not register them.
     pub register_errno: Option<Errno>,
+    /// The file is registered with the ring as well.
+    pub file_registered: bool,
 }
 
 impl EngineMode {
+    /// An engine that registers nothing.
+    pub(crate) const UNREGISTERED: Self = Self {
+        kind: EngineKind::Fake,
+        registered_bytes: 0,
+        register_errno: None,
+        file_registered: false,
+    };
+
     /// One word for tools: `uring` or `blocking`.
     pub const fn label(self) -> &'static str {
         match self.kind {
@@ -234,9 +245,10 @@ impl fmt::Display for EngineMode {
             EngineKind::Fake => f.write_str("memory")?,
         }
         match self.registered_bytes {
-            0 => Ok(()),
-            bytes => write!(f, ", {} MiB of DRAM registered", bytes >> 20),
+            0 => {}
+            bytes => write!(f, ", {} MiB of DRAM registered", bytes >> 20)?,
         }
+        f.write_str(if self.file_registered { ", file registered" } else { "" })
     }
 }
 
@@ -257,10 +269,16 @@ pub(crate) trait Engine {
     /// whose image part is not in the pool comes back from [`wait`](Self::wait) with `-EFAULT`.
     fn submit(&mut self, chunk: Chunk) -> Result<(), Chunk>;
 
-    /// Hands over what was submitted and sleeps until at least one chunk is back or the worker is
-    /// woken; appends what is back to `done`. Calls `ready` after arming the wake: when it says
-    /// true, or a chunk is back already, there is no sleep. May return with nothing.
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>);
+    /// Hands over what was submitted and sleeps until at least one chunk is back, the worker is
+    /// woken or `timeout` is over; appends what is back to `done`. Calls `ready` after arming the
+    /// wake: when it says true, or a chunk is back already, there is no sleep. May return with
+    /// nothing.
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    );
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 //! Every order ends exactly once. A page counts as written when image and footer were accepted in
 //! full, and is trusted when its bytes match the checksum in its footer, never earlier.
 
+mod activity;
 mod blocking;
 mod breaker;
 mod claim;

@@ -5,11 +5,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
+use super::activity::{ReadActivity, ReadMark, ReadMeter};
 use super::counters::DeviceCounters;
 use super::flight::{Flight, part_of};
 use super::format::padded;
 use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
-use super::limit::ReadActivity;
 use super::order::ReadOrder;
 use super::verifier::ReadResult;
 use super::window::Window;
@@ -25,15 +25,22 @@ const COALESCE_IMAGE_BYTES_MAX: u32 = 128 << 10;
 
 /// Turns read orders into chunks.
 pub(crate) struct Reader {
-    flight: Flight<ReadOrder>,
+    flight: Flight<Reading>,
     backlog: VecDeque<ReadOrder>,
     /// The small pages that are being sent.
     window: Window<ReadOrder>,
     open: Option<OpenPage>,
     together: Vec<u32>,
     geometry: RegionGeometry,
-    activity: Arc<ReadActivity>,
+    meter: ReadMeter,
     results: SyncSender<ReadResult>,
+}
+
+/// A page that is being read. Of those that travel together, the first one tells what it took.
+#[derive(Clone, Copy)]
+struct Reading {
+    order: ReadOrder,
+    mark: Option<ReadMark>,
 }
 
 /// The page whose chunks are being sent.
@@ -53,13 +60,13 @@ impl Reader {
         results: SyncSender<ReadResult>,
     ) -> Self {
         Self {
-            flight: Flight::new(engine, Transfer::Read, counters),
+            flight: Flight::new(engine, Transfer::Read, counters.clone()),
             backlog: VecDeque::new(),
             window: Window::new(),
             open: None,
             together: Vec::new(),
             geometry,
-            activity,
+            meter: ReadMeter::new(activity, counters),
             results,
         }
     }
@@ -98,7 +105,8 @@ impl Reader {
 
     /// Sends a small page and those that follow it on the device.
     fn send_together(&mut self, first: ReadOrder) {
-        let mut page = self.begin(first);
+        let mark = self.meter.begin(self.flight.image_bytes());
+        let mut page = self.flight.begin(Reading { order: first, mark: None });
         let mut chunk = self.flight.chunk(first.slot.offset);
         chunk.push(page, Part::Image(part_of(first.extent, 0, padded_image(&first))));
         self.together.push(page);
@@ -116,10 +124,16 @@ impl Reader {
             self.window.pop();
             // What lies between two images, the footer, is read with the page in front of it.
             chunk.push(page, Part::Block(self.flight.block()));
-            page = self.begin(next);
+            page = self.flight.begin(Reading { order: next, mark: None });
             chunk.push(page, Part::Image(part_of(next.extent, 0, image)));
             self.together.push(page);
             last = next;
+        }
+        let queue_bytes = self.flight.image_bytes() + u64::from(chunk.image_bytes());
+        if let Some(&first) = self.together.first()
+            && let Some(reading) = self.flight.command_mut(first)
+        {
+            reading.mark = Some(mark.waiting_for(queue_bytes));
         }
         self.flight.send(chunk);
         for page in self.together.drain(..) {
@@ -127,9 +141,8 @@ impl Reader {
         }
     }
 
-    fn begin(&mut self, order: ReadOrder) -> u32 {
-        self.activity.reads(order.image_bytes);
-        self.flight.begin(order)
+    fn refuse(&mut self, order: ReadOrder, fault: IoFault) {
+        self.flight.refuse(Reading { order, mark: None }, fault);
     }
 }
 
@@ -158,15 +171,17 @@ impl Duty for Reader {
                 if self.is_sound(&order) {
                     self.send_together(order);
                 } else {
-                    self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
+                    self.refuse(order, IoFault::Errno(libc::EINVAL));
                 }
             } else {
                 let Some(order) = self.backlog.pop_front() else { return };
                 if !self.is_sound(&order) {
-                    self.flight.refuse(order, IoFault::Errno(libc::EINVAL));
+                    self.refuse(order, IoFault::Errno(libc::EINVAL));
                     continue;
                 }
-                let page = self.begin(order);
+                let queue_bytes = self.flight.image_bytes() + u64::from(padded_image(&order));
+                let mark = Some(self.meter.begin(queue_bytes));
+                let page = self.flight.begin(Reading { order, mark });
                 self.open = Some(OpenPage { page, order, sent: 0 });
             }
         }
@@ -177,10 +192,18 @@ impl Duty for Reader {
     }
 
     fn deliver(&mut self) {
-        while let Some((order, fault)) = self.flight.take_ended() {
+        let mut measured = false;
+        while let Some((Reading { order, mark }, fault)) = self.flight.take_ended() {
+            if let (Some(mark), None) = (mark, fault) {
+                self.meter.end(order.image_bytes, mark);
+                measured = true;
+            }
             // Never blocks: there is room for every order that the tier lets out. Fails only when
             // the verifier is gone, and with it everyone who could want the result.
             let _ = self.results.send(ReadResult { order, fault });
+        }
+        if measured {
+            self.meter.show();
         }
     }
 
@@ -193,10 +216,10 @@ impl Duty for Reader {
 
     fn abandon(&mut self) {
         while let Some(order) = self.window.pop() {
-            self.flight.refuse(order, IoFault::Off);
+            self.refuse(order, IoFault::Off);
         }
-        for order in self.backlog.drain(..) {
-            self.flight.refuse(order, IoFault::Off);
+        while let Some(order) = self.backlog.pop_front() {
+            self.refuse(order, IoFault::Off);
         }
         if let Some(open) = self.open.take() {
             self.flight.fail(open.page, IoFault::Off);

@@ -35,7 +35,8 @@ pub struct SsdConfig {
     pub direct: bool,
     /// How I/O is done.
     pub engine: EngineChoice,
-    /// Image bytes of writes in flight a device at most; less while small pages are read.
+    /// Image bytes of writes in flight a device beside reads, to start with: adapted to what the
+    /// reads take.
     pub write_in_flight_bytes: u64,
     /// Longest slot that will be used, in bytes; decides the region length of new files.
     pub slot_bytes_max: u32,
@@ -176,7 +177,7 @@ impl SsdTier {
             memory,
             arenas: arena_bytes.into(),
             resolved,
-            write_bytes_in_flight_max: write_in_flight_bytes,
+            write_bytes_in_flight: write_in_flight_bytes,
             control: tier.control.clone(),
             notify,
             alive,

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use io_uring::squeue::Entry;
-use io_uring::types::Fd;
+use io_uring::squeue::{Entry, Flags};
+use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 
@@ -24,6 +24,8 @@ const PIECE_BYTES_MAX: u64 = 1 << 30;
 const PIECES_MAX: usize = 16_384;
 /// Marks the completion of the armed eventfd read; all other values are slot numbers.
 const WAKE: u64 = u64::MAX;
+/// Number of the only file that a ring registers.
+const REGISTERED_FILE: RawFd = 0;
 /// Pause before the kernel is asked again after it had no memory, with nothing to reap.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 /// Tries to get the last chunks back from a ring that answers every call with an error.
@@ -82,7 +84,7 @@ impl UringEngine {
             free: (0..u32::from(depth)).rev().collect(),
             refused: Vec::new(),
             pieces: Vec::new(),
-            mode: EngineMode { kind, registered_bytes: 0, register_errno: None },
+            mode: EngineMode { kind, ..EngineMode::UNREGISTERED },
             wake_count: Box::new(AtomicU64::new(0)),
             wake_armed: false,
             wake,
@@ -90,6 +92,7 @@ impl UringEngine {
             memory,
         };
         engine.register(arenas);
+        engine.register_file();
         Ok(engine)
     }
 
@@ -122,6 +125,13 @@ impl UringEngine {
         drop(ring);
         drop(buffer);
         registered.map_err(errno)
+    }
+
+    /// So that the kernel need not look the file up for every chunk. Best effort: where
+    /// registration is forbidden, that of the buffers has told so.
+    fn register_file(&mut self) {
+        let file = self.file.descriptor().as_raw_fd();
+        self.mode.file_registered = self.ring.submitter().register_files(&[file]).is_ok();
     }
 
     fn register(&mut self, arenas: &[u64]) {
@@ -184,7 +194,10 @@ impl UringEngine {
         let Slot { chunk: Some(chunk), vector } = self.slots.get(slot as usize)? else {
             return None;
         };
-        let file = Fd(self.file.descriptor().as_raw_fd());
+        let file = match self.mode.file_registered {
+            true => Fd(REGISTERED_FILE),
+            false => Fd(self.file.descriptor().as_raw_fd()),
+        };
         let offset = chunk.offset;
         let entry = match (chunk.transfer, vector.as_slice()) {
             (transfer, [only]) => {
@@ -210,6 +223,10 @@ impl UringEngine {
             (Transfer::Write, many) => {
                 opcode::Writev::new(file, many.as_ptr(), many.len() as u32).offset(offset).build()
             }
+        };
+        let entry = match self.mode.file_registered {
+            true => entry.flags(Flags::FIXED_FILE),
+            false => entry,
         };
         Some(entry.user_data(u64::from(slot)))
     }
@@ -290,17 +307,31 @@ impl Engine for UringEngine {
         Ok(())
     }
 
-    fn wait(&mut self, ready: &mut dyn FnMut() -> bool, done: &mut Vec<Done>) {
+    fn wait(
+        &mut self,
+        ready: &mut dyn FnMut() -> bool,
+        timeout: Option<Duration>,
+        done: &mut Vec<Done>,
+    ) {
         self.arm_wake();
         self.wake.doze();
         let sleep = self.refused.is_empty() && !ready();
-        match self.ring.submit_and_wait(usize::from(sleep)) {
+        let entered = match timeout {
+            Some(timeout) if sleep => {
+                let timeout = Timespec::from(timeout);
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
+            }
+            _ => self.ring.submit_and_wait(usize::from(sleep)),
+        };
+        match entered {
             Ok(_) => _ = self.reap(done),
             Err(error) => {
                 let reaped = self.reap(done);
-                // A signal is no reason to pause; anything else clears up when something is reaped,
-                // or with time.
-                if !reaped && error.kind() != io::ErrorKind::Interrupted {
+                // A signal or the timeout is no reason to pause; anything else clears up when
+                // something is reaped, or with time.
+                let expected =
+                    [Some(libc::EINTR), Some(libc::ETIME)].contains(&error.raw_os_error());
+                if !reaped && !expected {
                     std::thread::sleep(BUSY_PAUSE);
                 }
             }
@@ -339,13 +370,16 @@ impl Drop for UringEngine {
 }
 
 fn make_ring(entries: u32) -> io::Result<(IoUring, TaskRun)> {
-    let mut deferred = IoUring::builder();
-    deferred.dontfork().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let mut newest = IoUring::builder();
+    newest.dontfork().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let deferred = newest.clone();
+    newest.setup_no_sqarray();
     let mut cooperative = IoUring::builder();
     cooperative.dontfork().setup_coop_taskrun().setup_taskrun_flag();
     let mut plain = IoUring::builder();
     plain.dontfork();
     let modes = [
+        (newest, TaskRun::Deferred),
         (deferred, TaskRun::Deferred),
         (cooperative, TaskRun::Cooperative),
         (plain, TaskRun::Plain),
@@ -353,6 +387,10 @@ fn make_ring(entries: u32) -> io::Result<(IoUring, TaskRun)> {
     let mut last = io::Error::from_raw_os_error(libc::EINVAL);
     for (builder, task_run) in modes {
         match builder.build(entries) {
+            // Sleeping for a limited time came with Linux 5.11.
+            Ok(ring) if !ring.params().is_feature_ext_arg() => {
+                return Err(io::Error::from_raw_os_error(libc::ENOSYS));
+            }
             Ok(ring) => return Ok((ring, task_run)),
             // Only "I do not know this flag" is a reason to ask for less.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
@@ -436,13 +474,13 @@ mod tests {
             let wake = Arc::new(Wake::new().unwrap());
             let mut engine =
                 UringEngine::new(file, memory.clone(), wake, 4, &memory.arena_bytes()).unwrap();
-            assert_eq!(engine.mode().registered_bytes, 0);
+            assert_eq!((engine.mode().registered_bytes, engine.mode().file_registered), (0, false));
             let mut chunk = Chunk::new(Transfer::Read, 4096, Vec::new(), Vec::new());
             chunk.push(0, Part::Image(Extent { arena: 0, offset: 0, bytes: 8192 }));
             engine.submit(chunk).unwrap();
             let mut done = Vec::new();
             while engine.in_flight() > 0 {
-                engine.wait(&mut || false, &mut done);
+                engine.wait(&mut || false, None, &mut done);
             }
             assert_eq!(done[0].result, 8192);
         });

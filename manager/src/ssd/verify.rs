@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::DEVICES_MAX;
+use super::activity::ReadActivity;
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::{Access, SsdFile};
 use super::format::{Superblock, padded};
-use super::limit::ReadActivity;
 use super::metadata;
 use super::order::ReadOrder;
 use super::reader::Reader;
@@ -123,7 +123,7 @@ fn read_whole(
             return Err(SsdError::NO_ROOM);
         }
         let (send, results) = sync_channel(IMAGES_MAX);
-        let activity = Arc::new(ReadActivity::new());
+        let activity = Arc::new(ReadActivity::new(0));
         let reader = Reader::new(engine, state.geometry, Arc::default(), activity, send);
         Check { reader, results, memory, places }.run(alike, &mut tell);
     }

@@ -2,8 +2,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::time::Duration;
 
-use rustix::event::EventfdFlags;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 /// Wakes one worker. Ringing is cheap while the worker is awake.
@@ -50,8 +51,15 @@ impl Wake {
         self.asleep.store(false, Ordering::Relaxed);
     }
 
-    /// Sleeps until rung; returns early on a signal.
-    pub(crate) fn block(&self) {
+    /// Sleeps until rung or `timeout` is over; returns early on a signal.
+    pub(crate) fn block(&self, timeout: Option<Duration>) {
+        if let Some(timeout) = timeout {
+            let timeout = Timespec::try_from(timeout).ok();
+            let mut events = [PollFd::new(&self.event, PollFlags::IN)];
+            if !matches!(rustix::event::poll(&mut events, timeout.as_ref()), Ok(1..)) {
+                return;
+            }
+        }
         let mut count = [0_u8; 8];
         let _ = rustix::io::read(&self.event, &mut count);
     }
@@ -81,7 +89,7 @@ mod tests {
                     while published.load(Ordering::Acquire) < round {
                         wake.doze();
                         if published.load(Ordering::Acquire) < round {
-                            wake.block();
+                            wake.block((round % 2 == 0).then_some(Duration::MAX));
                         }
                         wake.rise();
                     }

@@ -10,13 +10,13 @@ use proptest::prelude::*;
 use ringbuf::traits::{Consumer, Split};
 use ringbuf::{HeapCons, HeapRb};
 
+use super::activity::ReadActivity;
 use super::conformance::pool;
 use super::counters::DeviceCounters;
 use super::fake::{Disk, FakeEngine, Fault, Log};
 use super::file::{Access, SsdFile};
 use super::format::{Block, FileId, Footer, Superblock, checksum, padded};
 use super::io::Chunk;
-use super::limit::ReadActivity;
 use super::metadata::{self, Metadata};
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
 use super::reader::Reader;
@@ -68,7 +68,7 @@ impl ReadBench {
         let log = engine.log();
         let counters = Arc::new(DeviceCounters::default());
         let (tell, results) = sync_channel(4096);
-        let activity = Arc::new(ReadActivity::new());
+        let activity = Arc::new(ReadActivity::new(2 << 20));
         let reader = Reader::new(Box::new(engine), geometry(), counters.clone(), activity, tell);
         Self { reader, memory, disk, log, counters, results }
     }
@@ -289,8 +289,7 @@ impl WriteBench {
         let parts = WriterParts {
             metadata: Metadata::new(file.clone(), state, counters.clone()),
             counters: counters.clone(),
-            activity: Arc::new(ReadActivity::new()),
-            bytes_in_flight_max: limit,
+            activity: Arc::new(ReadActivity::held_at(limit)),
             ends: tell,
             notify: Arc::new(|| {}),
         };

@@ -3,15 +3,16 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ringbuf::HeapProd;
 use ringbuf::traits::Producer;
 
+use super::activity::{Allowance, ReadActivity};
 use super::counters::DeviceCounters;
 use super::flight::{Flight, part_of};
 use super::format::{Footer, padded};
 use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Transfer};
-use super::limit::ReadActivity;
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
 use super::window::Window;
@@ -33,7 +34,8 @@ pub(crate) struct Writer {
     metadata: Metadata,
     counters: Arc<DeviceCounters>,
     activity: Arc<ReadActivity>,
-    bytes_in_flight_max: u64,
+    /// How long nothing is sent, so that some reads are alone.
+    pause: Option<Duration>,
     ends: HeapProd<SsdEnd>,
     notify: Arc<dyn Fn() + Send + Sync>,
     /// The last superblock write failed: not tried again until there is a new reason.
@@ -45,7 +47,6 @@ pub(crate) struct WriterParts {
     pub(crate) metadata: Metadata,
     pub(crate) counters: Arc<DeviceCounters>,
     pub(crate) activity: Arc<ReadActivity>,
-    pub(crate) bytes_in_flight_max: u64,
     pub(crate) ends: HeapProd<SsdEnd>,
     pub(crate) notify: Arc<dyn Fn() + Send + Sync>,
 }
@@ -69,7 +70,7 @@ impl Writer {
             metadata: parts.metadata,
             counters: parts.counters,
             activity: parts.activity,
-            bytes_in_flight_max: parts.bytes_in_flight_max,
+            pause: None,
             ends: parts.ends,
             notify: parts.notify,
             resting: false,
@@ -192,41 +193,8 @@ impl Writer {
         true
     }
 
-    /// Everything behind a region or a forget waits for it, since this thread does.
-    fn keep(&mut self, command: WriterCommand) {
-        self.resting = false;
-        match command {
-            WriterCommand::Write(_) => {}
-            WriterCommand::Region { region, slot_bytes } => {
-                // Counted and logged there; the writes into the region report it.
-                let _ = self.metadata.record_region(region, slot_bytes);
-            }
-            WriterCommand::Retire { offset } => self.metadata.retire(offset),
-            WriterCommand::Forget { ticket, namespace, generation } => {
-                let recorded = self.metadata.record_forget(namespace, generation);
-                let fault = recorded.err().map(|error| fault_of(&error));
-                self.end(SsdEnd::Forget { ticket, fault });
-                (self.notify)();
-            }
-        }
-    }
-
-    fn end(&mut self, end: SsdEnd) {
-        let pushed = self.ends.try_push(end);
-        debug_assert!(pushed.is_ok(), "more orders out than the tier lets out");
-    }
-}
-
-impl Duty for Writer {
-    type Command = WriterCommand;
-
-    fn accept(&mut self, command: WriterCommand) {
-        self.backlog.push_back(command);
-    }
-
-    fn fill(&mut self) {
-        let limit = self.activity.write_bytes_max(self.bytes_in_flight_max);
-        self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
+    /// Sends as much as fits below `limit` bytes in flight.
+    fn send(&mut self, limit: u64) {
         loop {
             if let Some(open) = self.open {
                 if !self.send_next(open, limit) {
@@ -261,12 +229,63 @@ impl Duty for Writer {
                 }
             }
         }
+    }
+
+    /// Tells telemetry, and the reader, what the kernel has.
+    fn tell(&mut self) {
         self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+        self.activity.writes(self.flight.take_sent(), self.flight.chunks_out());
+    }
+
+    /// Everything behind a region or a forget waits for it, since this thread does.
+    fn keep(&mut self, command: WriterCommand) {
+        self.resting = false;
+        match command {
+            WriterCommand::Write(_) => {}
+            WriterCommand::Region { region, slot_bytes } => {
+                // Counted and logged there; the writes into the region report it.
+                let _ = self.metadata.record_region(region, slot_bytes);
+            }
+            WriterCommand::Retire { offset } => self.metadata.retire(offset),
+            WriterCommand::Forget { ticket, namespace, generation } => {
+                let recorded = self.metadata.record_forget(namespace, generation);
+                let fault = recorded.err().map(|error| fault_of(&error));
+                self.end(SsdEnd::Forget { ticket, fault });
+                (self.notify)();
+            }
+        }
+    }
+
+    fn end(&mut self, end: SsdEnd) {
+        let pushed = self.ends.try_push(end);
+        debug_assert!(pushed.is_ok(), "more orders out than the tier lets out");
+    }
+}
+
+impl Duty for Writer {
+    type Command = WriterCommand;
+
+    fn accept(&mut self, command: WriterCommand) {
+        self.backlog.push_back(command);
+    }
+
+    fn fill(&mut self) {
+        self.pause = None;
+        match self.activity.allowance() {
+            Allowance::Bytes(limit) => {
+                self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
+                self.send(limit);
+            }
+            Allowance::Pause(left) => self.pause = Some(left),
+        }
+        self.tell();
     }
 
     fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
-        self.flight.wait(ready);
-        self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
+        // With nothing to send there is nothing to wake up for.
+        let waits = !self.backlog.is_empty() || !self.window.is_empty() || self.open.is_some();
+        self.flight.wait_at_most(ready, self.pause.filter(|_| waits));
+        self.tell();
     }
 
     fn deliver(&mut self) {
