@@ -32,6 +32,12 @@ const WRITES_IN_FLIGHT_BYTES_MIN: u64 = 8 << 20;
 /// writer has in the kernel and some on their way there and back. Beside reads most of them wait in
 /// the tier.
 pub const WRITES_IN_FLIGHT_BYTES_MAX: u64 = 40 << 20;
+/// Time whose share of the write budget may be written at once after a rest.
+pub const WRITE_BURST_NS: Nanos = 3_600_000_000_000;
+/// Time whose share has to come in before writes go on once the write budget is used up.
+pub const WRITE_RESUME_NS: Nanos = 1_000_000_000;
+/// Keys that the `reuse` spill policy remembers of pages that are gone, at most: under 64 MiB.
+pub const HISTORY_KEYS_MAX: usize = 1 << 20;
 /// Namespaces of an epoch.
 pub const NAMESPACES_MAX: usize = 4096;
 /// Leases at a time: a lease id holds its slot in so many bits.

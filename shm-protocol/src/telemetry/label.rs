@@ -138,7 +138,7 @@ label_enum! {
         AlreadyThere => "already_there",
         /// Forgotten, or offered again, before its write began.
         Superseded => "superseded",
-        /// The spill policy did not want it.
+        /// The spill policy did not want it, or it had to leave while the write budget was used up.
         SkippedByPolicy => "skipped_by_policy",
         /// DRAM turned over faster than the device could write.
         EvictedUnwritten => "evicted_unwritten",
