@@ -179,7 +179,7 @@ impl Duty for Reader {
                 continue;
             }
             if self.backlog.front().is_some_and(ReadOrder::is_probe) {
-                if !self.flight.has_room(0, READS_IN_FLIGHT_BYTES) {
+                if !self.flight.has_room(0, READS_IN_KERNEL_BYTES) {
                     return;
                 }
                 if let Some(order) = self.backlog.pop_front() {
