@@ -410,6 +410,7 @@ fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreCo
             SpillPolicy::All => crate::core::SpillPolicy::All,
             SpillPolicy::Reuse => crate::core::SpillPolicy::Reuse,
         },
+        write_budget_bytes_a_day: ssd.and_then(|ssd| ssd.write_budget_per_day_bytes),
         hash_seed,
         ..defaults
     }

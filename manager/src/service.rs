@@ -794,7 +794,8 @@ impl Service {
 
     fn has_stopped(&self) -> bool {
         let Some(stopping) = &self.stopping else { return false };
-        let quiet = self.core.is_quiet() && self.core.spill_is_drained();
+        // What cannot be written now is not waited for.
+        let quiet = self.core.is_quiet() && !self.core.spill_can_go_on();
         let ended = stopping.sessions_closed && self.clients.is_empty() && quiet;
         ended || self.clock.now() >= stopping.give_up_at
     }

@@ -135,6 +135,10 @@ impl Plan {
         config.pages_dropped_per_turn = if rng.bool() { rng.u32(1..6) } else { 1024 };
         config.pages_recovered_per_turn = if rng.bool() { rng.u32(1..6) } else { 256 };
         config.spill_policy = if rng.u8(..4) == 0 { SpillPolicy::Reuse } else { SpillPolicy::All };
+        if rng.u8(..4) == 0 {
+            // From nothing to more than is ever saved; an hour's share may go at once.
+            config.write_budget_bytes_a_day = Some(rng.u64(..60) * 24 * unit);
+        }
         Self {
             config,
             devices,

@@ -114,6 +114,9 @@ pub struct World {
     out: Effects,
     events: u32,
     next_session: u32,
+    /// When this Manager began, and the bytes of the slots that it has written since.
+    began: Nanos,
+    ordered_bytes: u64,
     /// The operation that is being taken from its ring.
     asked: Option<(SessionId, OperationId)>,
     /// Pages that may be found, by namespace: saved since it was last forgotten.
@@ -148,6 +151,8 @@ impl World {
             out: Effects::default(),
             events: 0,
             next_session: 0,
+            began: 1_000_000,
+            ordered_bytes: 0,
             asked: None,
             known: HashMap::new(),
             unrecorded: HashMap::new(),
@@ -190,6 +195,7 @@ impl World {
         let mut world = Self::over(config, self.disk);
         world.check_every = self.check_every;
         world.now = self.now;
+        world.began = self.now;
         world.known = self.known;
         for ((namespace, _), hashes) in self.unrecorded {
             world.known.entry(namespace).or_default().extend(hashes);

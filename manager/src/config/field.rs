@@ -17,6 +17,7 @@ pub enum Key {
     SsdEngine,
     SsdSpill,
     SsdWriteInFlight,
+    SsdWriteBudget,
     BudgetQuery,
     BudgetSession,
     BudgetSpeculative,
@@ -219,6 +220,17 @@ pub(crate) const FIELDS: &[Field] = &[
         range: "256KiB to 8MiB a file",
         default: "2MiB",
         cost: "each MiB more delays every read beside it by the time of writing it",
+    },
+    Field {
+        key: Key::SsdWriteBudget,
+        section: "ssd",
+        name: "write_budget_per_day",
+        flag: None,
+        kind: Kind::Size,
+        range: "0 (no bound), or for all files together 1GiB to 1024TiB a day",
+        default: "0",
+        cost: "what the drive lives on; pages evicted while it is used up are not on SSD. A day may \
+               take an hour's share more",
     },
     Field {
         key: Key::BudgetQuery,

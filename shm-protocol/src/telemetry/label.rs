@@ -138,7 +138,7 @@ label_enum! {
         AlreadyThere => "already_there",
         /// Forgotten, or offered again, before its write began.
         Superseded => "superseded",
-        /// The spill policy did not want it.
+        /// The spill policy did not want it, or it had to leave while the write budget was used up.
         SkippedByPolicy => "skipped_by_policy",
         /// DRAM turned over faster than the device could write.
         EvictedUnwritten => "evicted_unwritten",
@@ -174,6 +174,8 @@ label_enum! {
         Checksum => "checksum",
         /// The tier did not take the work (breaker, shutdown).
         Off => "off",
+        /// The file system had no space.
+        NoSpace => "no_space",
     }
 }
 
@@ -330,10 +332,26 @@ label_enum! {
     SsdHealth, "health" {
         /// Reads and writes.
         Healthy => "healthy",
-        /// Too many write errors: reads only.
+        /// Writes fail or hang: reads only.
         ReadOnly => "read_only",
-        /// Too many errors: unused.
+        /// Reads fail or hang: unused.
         Off => "off",
+        /// So slow that nothing new is written.
+        Degraded => "degraded",
+    }
+}
+
+label_enum! {
+    /// Why an SSD device ceased to take some work.
+    SsdStop, "reason" {
+        /// Too many orders failed.
+        Errors => "errors",
+        /// The file system has no space.
+        NoSpace => "no_space",
+        /// It takes seconds.
+        Slow => "slow",
+        /// The kernel does not give back what it was handed.
+        Hung => "hung",
     }
 }
 
