@@ -17,6 +17,7 @@
 //! | `prometheus` | a strict reader of `/metrics` |
 //! | `engine` | a real attached engine whose device pages can be checked byte for byte |
 //! | `engine_process` | the same in a process of its own, to be stopped and killed |
+//! | `faulty` | a disk that fails as it is told, for real processes |
 
 pub mod client;
 pub mod confine;
@@ -24,6 +25,7 @@ pub mod content;
 pub mod disk;
 pub mod engine;
 pub mod engine_process;
+pub mod faulty;
 pub mod manager;
 pub mod memory;
 pub mod program;
