@@ -215,6 +215,36 @@ fn reads_in_flight_are_bounded() {
     }
 }
 
+/// PERF-05: what somebody waits for is read before what was hinted, however much that is; a hint
+/// takes half of what may be in flight, and all the rest when nobody waits any more.
+#[test]
+fn a_query_overtakes_hints_that_came_before_it() {
+    let config = CoreConfig { reads_in_flight_bytes: 4 * PAGE, ..generous(64 * PAGE) };
+    let mut rig = Rig::new(config, &[device(1, 64 * 2 * PAGE)], spec("model", PAGE));
+    let (hinted, wanted) = (chain(1, 16), chain(2, 4));
+    rig.stored_on_ssd_only(&hinted);
+    rig.stored_on_ssd_only(&wanted);
+    let Seat { session, scope, .. } = rig.seat;
+    let hint = rig.world.query(session, scope, QueryMode::Speculative, &pages(&hinted));
+    assert_eq!(rig.in_flight(is_read), 2, "half of what may be in flight");
+    let query = rig.query(rig.seat, &wanted);
+    assert_eq!(rig.in_flight(is_read), 4);
+    let mut reads = 0;
+    let ended = loop {
+        if let Some(ended) = rig.world.take_ended(session, query) {
+            break ended;
+        }
+        // In the order in which they were sent.
+        rig.world.finish(0, Fate::Good);
+        reads += 1;
+    };
+    assert_eq!(ended.completion.pages, 4);
+    // Its own four, the two that the device had already, and one turn of a hint.
+    assert!(reads <= 7, "{reads} reads");
+    rig.world.settle();
+    assert_eq!(rig.world.ended(session, hint).completion.pages, 16, "the hint gets on as well");
+}
+
 #[test]
 fn a_restore_streams_a_chain_larger_than_the_pool() {
     let config = CoreConfig {

@@ -41,6 +41,9 @@ struct Waiter {
     next: u32,
 }
 
+/// Of so many turns to read, one goes to a hint even while others wait.
+const HINT_TURN: u32 = 8;
+
 /// Queues, tickets and counts of everything in flight.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
@@ -51,6 +54,9 @@ pub(super) struct Flow {
     saves: VecDeque<JobRef>,
     restores: VecDeque<JobRef>,
     readers: VecDeque<JobRef>,
+    /// Hints and speculative queries: they read when nobody waits.
+    hint_readers: VecDeque<JobRef>,
+    read_turns: u32,
     /// Restores without memory for their next read.
     pub(super) starved: VecDeque<JobRef>,
     /// Memory was freed or let go of since they last tried.
@@ -118,7 +124,8 @@ impl Flow {
         let stands = |queue: &VecDeque<JobRef>| queue.iter().filter(|&&r| r == reference).count();
         let copies = stands(&self.saves) + stands(&self.restores);
         assert_eq!(copies, usize::from(job.queued_for_copy), "copy queue: {job:?}");
-        assert_eq!(stands(&self.readers), usize::from(job.queued_for_read), "read queue: {job:?}");
+        let reads = stands(&self.readers) + stands(&self.hint_readers);
+        assert_eq!(reads, usize::from(job.queued_for_read), "read queue: {job:?}");
         if let Stage::Restore { waits_for_memory: true, .. } = job.stage {
             assert!(stands(&self.starved) > 0, "nobody feeds {job:?}");
         }
@@ -144,7 +151,15 @@ impl Core {
         let Some(job) = self.jobs.get_mut(reference) else { return };
         if !job.queued_for_read {
             job.queued_for_read = true;
-            self.flow.readers.push_back(reference);
+            let hint = match job.stage {
+                Stage::Fill { lease: Some(lease), .. } => {
+                    self.leases.get(lease).is_some_and(|lease| lease.speculative)
+                }
+                Stage::Fill { lease: None, .. } => true,
+                _ => false,
+            };
+            let queue = if hint { &mut self.flow.hint_readers } else { &mut self.flow.readers };
+            queue.push_back(reference);
         }
     }
 
@@ -314,7 +329,7 @@ impl Core {
     fn give_read_turns(&mut self, now: Nanos, out: &mut Effects) {
         // Each job gets one page a turn; one that cannot go on leaves the queue.
         while self.may_read() {
-            let Some(reference) = self.flow.readers.pop_front() else { return };
+            let Some(reference) = self.next_reader() else { return };
             let Some(job) = self.jobs.get_mut(reference) else { continue };
             job.queued_for_read = false;
             if job.stop.is_some_and(|stop| stop.code != Code::OverBudget) {
@@ -329,6 +344,25 @@ impl Core {
                 self.queue_read(reference);
             }
         }
+    }
+
+    /// Whose turn it is: someone who waits, and now and then a hint, so that it gets on as well.
+    fn next_reader(&mut self) -> Option<JobRef> {
+        let room = self.may_read_hint();
+        self.flow.read_turns = (self.flow.read_turns + 1) % HINT_TURN;
+        if self.flow.read_turns == 0 && room && !self.flow.hint_readers.is_empty() {
+            return self.flow.hint_readers.pop_front();
+        }
+        let demand = self.flow.readers.pop_front();
+        demand.or_else(|| if room { self.flow.hint_readers.pop_front() } else { None })
+    }
+
+    /// Hints leave half of what may be in flight to those who wait: what the kernel has cannot be
+    /// overtaken.
+    fn may_read_hint(&self) -> bool {
+        self.flow.reads_in_flight == 0
+            || (self.flow.reads_in_flight < self.config.reads_in_flight_max.div_ceil(2)
+                && self.flow.reads_bytes < self.config.reads_in_flight_bytes / 2)
     }
 
     fn may_read(&self) -> bool {

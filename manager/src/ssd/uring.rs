@@ -366,6 +366,11 @@ impl Drop for UringEngine {
                 return;
             }
         }
+        if self.mode.file_registered {
+            // The kernel takes a closed ring apart later: the file would stay open, and locked,
+            // until then.
+            let _ = self.ring.submitter().unregister_files();
+        }
     }
 }
 
