@@ -1,6 +1,10 @@
 //! Why a benchmark has no numbers.
 
 use std::io;
+use std::path::PathBuf;
+
+use orbitkv_manager::pool::PoolError;
+use orbitkv_manager::ssd::SsdError;
 
 /// Why a benchmark ended without numbers.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +26,30 @@ pub enum BenchError {
         /// CPUs that it may use.
         cpus: usize,
     },
+    /// The file would be overwritten.
+    #[error("ssd file {path} holds something, which the benchmark would overwrite; remove it, or \
+             choose another path", path = path.display())]
+    FileExists {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Too few pages fit.
+    #[error(
+        "a file of {file_bytes} bytes has too few slots for pages of {page_bytes} bytes; raise \
+         --size, or measure fewer page sizes at a time (--page-bytes)"
+    )]
+    FileTooSmall {
+        /// Its length.
+        file_bytes: u64,
+        /// The page size that does not fit.
+        page_bytes: u32,
+    },
+    /// The SSD tier cannot be made.
+    #[error(transparent)]
+    Ssd(#[from] SsdError),
+    /// There is no memory for the pages.
+    #[error(transparent)]
+    Memory(#[from] PoolError),
     /// The Manager was not ready, or did not stop, as it should.
     #[error("orbitkv serve: {message}")]
     Manager {

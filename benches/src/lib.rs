@@ -2,10 +2,12 @@
 //!
 //! `orbitkv bench` is the way in. A benchmark is made of *parts*: processes of their own, started
 //! from this same program, each pinned where its measurement asks for it. [`control`] is the
-//! coordinator of the control path, [`part::run`] what such a process does. `README.md` says what
+//! coordinator of the control path, [`part::run`] what such a process does. [`ssd`] runs in one process,
+//! with the threads of the tier. `README.md` says what
 //! every number means and how it is taken.
 
 pub mod allocations;
+mod bar;
 pub mod control;
 mod error;
 mod floors;
@@ -17,11 +19,15 @@ pub mod part;
 mod poll;
 mod process;
 mod seccomp;
+mod series;
 mod session;
 mod shared;
+pub mod ssd;
 mod stats;
 mod throughput;
 mod ticks;
 
+pub use bar::Bar;
 pub use error::BenchError;
 pub use machine::Machine;
+pub use series::Row;

@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use orbitkv_shm_protocol::inspect::{self, Snapshot};
+use orbitkv_shm_protocol::inspect::{self, DeviceView, Snapshot};
 use orbitkv_shm_protocol::telemetry::Metric;
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
@@ -328,7 +328,7 @@ impl Setup {
         fs::read_to_string(self.log_file()).unwrap_or_default()
     }
 
-    /// Starts the Manager and waits until it is ready.
+    /// Starts the Manager and waits until it is ready and has found again what is on SSD.
     ///
     /// # Panics
     /// When it does not become ready.
@@ -341,6 +341,18 @@ impl Setup {
     /// # Panics
     /// When it does not become ready.
     pub fn start_by(self, change: impl FnOnce(&mut Command)) -> Manager {
+        self.start_early_by(change).recovered()
+    }
+
+    /// Starts the Manager and waits until it is ready: what is on SSD may not be found yet.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start_early(self) -> Manager {
+        self.start_early_by(|_| {})
+    }
+
+    fn start_early_by(self, change: impl FnOnce(&mut Command)) -> Manager {
         let mut command = self.command();
         change(&mut command);
         command.arg("--stop-at-eof").stdin(Stdio::piped());
@@ -429,6 +441,18 @@ impl Manager {
             assert!(Instant::now() < end, "never so: {what}; now {}", summary(&seen));
             thread::sleep(PAUSE);
         }
+    }
+
+    /// Waits until what is on SSD was found again, or could not be.
+    ///
+    /// # Panics
+    /// When that never ends.
+    #[must_use]
+    pub fn recovered(self) -> Self {
+        self.settle("nothing more is found on SSD", |seen| {
+            !seen.ssd.iter().any(DeviceView::is_recovering)
+        });
+        self
     }
 
     /// What the inspection tool sees from now on: nothing of before this call.

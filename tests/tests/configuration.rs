@@ -150,7 +150,7 @@ struct SizeField {
     zero: Option<&'static str>,
 }
 
-const SIZE_FIELDS: [SizeField; 7] = [
+const SIZE_FIELDS: [SizeField; 8] = [
     SizeField {
         flag: Some("--dram"),
         section: "dram",
@@ -177,6 +177,15 @@ const SIZE_FIELDS: [SizeField; 7] = [
         step: 1,
         beside: &["--ssd", "p"],
         zero: None,
+    },
+    SizeField {
+        flag: None,
+        section: "ssd",
+        name: "write_budget_per_day",
+        range: GIB..=1024 * TIB,
+        step: 1,
+        beside: &["--ssd", "p"],
+        zero: Some("0"),
     },
     SizeField {
         flag: Some("--query-budget"),
@@ -297,7 +306,7 @@ fn cfg_03_every_size_means_what_is_documented_or_is_refused_with_the_forms() {
             }
         }
     }
-    assert_eq!(checked, 7 * 20 + 7 * 13 + 4 * 20, "every text in every way");
+    assert_eq!(checked, 8 * 20 + 8 * 13 + 4 * 20, "every text in every way");
     // Several files share the capacity; each must have its part.
     let two = ["--ssd", "p", "--ssd", "q", "--ssd-capacity"];
     let tier = |text: &str| effective(&setup, &[&two[..], &[text]].concat(), "ssd", "capacity");

@@ -139,10 +139,19 @@ fn writes_that_end_before_their_parents_fail_are_taken_back() {
     assert_eq!(stats.spill_offered, stats.spill.iter().sum::<u64>());
 }
 
+/// A rig with the `reuse` policy whose tier of `slots` slots is full: else all is written.
+fn choosy(dram: u64, slots: u64) -> Rig {
+    let reuse = CoreConfig { spill_policy: SpillPolicy::Reuse, ..config(dram) };
+    let mut rig = Rig::new(reuse, &[device(1, slots * 2 * PAGE)], spec("model", PAGE));
+    rig.stored(&chain(0, slots as usize));
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), slots, "free slots cost nobody anything");
+    rig
+}
+
 #[test]
 fn the_reuse_policy_writes_what_was_hit_with_its_parents() {
-    let reuse = CoreConfig { spill_policy: SpillPolicy::Reuse, ..config(32) };
-    let mut rig = Rig::new(reuse, &[device(1, 64 * 2 * PAGE)], spec("model", PAGE));
+    let mut rig = choosy(32, 8);
     let (once, again) = (chain(1, 3), chain(2, 6));
     rig.stored(&once);
     rig.stored(&again);
@@ -156,9 +165,109 @@ fn the_reuse_policy_writes_what_was_hit_with_its_parents() {
     let lease = rig.world.ended(session, query).completion.lease.expect("a lease");
     rig.release(rig.seat, lease);
     rig.world.settle();
-    assert_eq!(outcomes(&rig, SpillOutcome::Written), 4);
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 8 + 4);
     rig.world.evict_dram();
     assert_eq!((rig.hits(&once), rig.hits(&again)), (0, 4));
+}
+
+/// What left before anybody asked for it and is computed again was wanted twice.
+#[test]
+fn the_reuse_policy_writes_what_is_saved_again_after_it_left() {
+    let mut rig = choosy(8, 8);
+    let again = chain(1, 6);
+    rig.stored(&again);
+    // Its tail leaves, its head stays.
+    rig.stored(&chain(2, 4));
+    assert_eq!(rig.world.core.gauges().history_keys, 2);
+    let saved = rig.save(&again).completion;
+    assert_eq!((saved.pages, saved.pages_present), (2, 4));
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 8 + 6, "the tail, and the head it needs");
+    assert_eq!(outcomes(&rig, SpillOutcome::SkippedByPolicy), 6 + 4);
+    assert_eq!(rig.world.core.stats().spill_offered, 8 + 6 + 4 + 6);
+    // Two of the chain between, and the six that gave up their slots.
+    assert_eq!(rig.world.core.gauges().history_keys, 2 + 6);
+    rig.world.evict_dram();
+    assert_eq!((rig.hits(&again), rig.hits(&chain(2, 4))), (6, 0));
+}
+
+#[test]
+fn a_forgotten_page_was_never_here() {
+    let mut rig = choosy(8, 4);
+    rig.stored(&chain(1, 6));
+    rig.stored(&chain(2, 8));
+    assert_eq!(rig.world.core.gauges().history_keys, 4, "as many as the tier could hold");
+    let scope = rig.seat.scope;
+    rig.world.ask(rig.seat.session, orbitkv_shm_protocol::record::RequestBody::Forget { scope });
+    rig.world.settle();
+    // Takes the slots that are free now.
+    rig.stored(&chain(9, 4));
+    rig.world.settle();
+    rig.stored(&chain(1, 6));
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 4 + 4);
+    assert_eq!(outcomes(&rig, SpillOutcome::SkippedByPolicy), 6 + 8 + 6);
+}
+
+/// A budget of 96 slots a day: four at once, then one in a quarter of an hour.
+fn on_a_budget(dram: u64) -> Rig {
+    let bytes = 96 * 2 * PAGE;
+    let config = CoreConfig { write_budget_bytes_a_day: Some(bytes), ..config(dram) };
+    Rig::new(config, &[device(1, 64 * 2 * PAGE)], spec("model", PAGE))
+}
+
+#[test]
+fn pages_over_the_write_budget_wait_for_it() {
+    let mut rig = on_a_budget(32);
+    let whole = chain(1, 10);
+    rig.stored(&whole);
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 4);
+    let gauges = rig.world.core.gauges();
+    assert_eq!((gauges.spill_pages, gauges.write_budget_bytes), (6, 0));
+    assert!(!rig.world.core.spill_is_drained() && !rig.world.core.spill_can_go_on());
+    let (mut written, mut early) = (4, 0);
+    while !rig.world.core.spill_is_drained() {
+        let next = rig.world.core.next_deadline().expect("it says when writes go on");
+        assert!(next > rig.world.now);
+        rig.world.advance(next - rig.world.now);
+        if rig.in_flight(is_write) == 0 {
+            // The deadline of the save, which has ended long since.
+            early += 1;
+            assert_eq!(early, 1, "writes go on when it says");
+            continue;
+        }
+        rig.world.settle();
+        written += 1;
+        assert_eq!(outcomes(&rig, SpillOutcome::Written), written);
+    }
+    // The first needs a second's share, each other one what the one before it left owing.
+    let quarter_of_an_hour = 900_000 * orbitkv_tests::rig::MILLISECOND;
+    let passed = rig.world.now / quarter_of_an_hour;
+    assert_eq!((written, passed), (10, 5));
+    assert_eq!(rig.world.core.next_deadline(), None);
+    rig.world.evict_dram();
+    assert_eq!(rig.hits(&whole), 10);
+}
+
+#[test]
+fn what_leaves_because_of_the_write_budget_is_counted_as_policy() {
+    let mut rig = on_a_budget(8);
+    rig.stored(&chain(1, 8));
+    rig.world.settle();
+    rig.stored(&chain(2, 8));
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 4);
+    assert_eq!(outcomes(&rig, SpillOutcome::SkippedByPolicy), 4);
+    assert_eq!(outcomes(&rig, SpillOutcome::EvictedUnwritten), 0);
+    assert_eq!(rig.hits(&chain(1, 8)), 4, "the tail went, the head is on SSD");
+    // With budget again, what leaves unwritten is the device's fault again.
+    rig.world.advance(3_600_000 * orbitkv_tests::rig::MILLISECOND);
+    assert_eq!(rig.in_flight(is_write), 4);
+    rig.stored(&chain(3, 4));
+    assert_eq!(outcomes(&rig, SpillOutcome::SkippedByPolicy), 4 + 4);
+    let stats = rig.world.core.stats();
+    assert_eq!(stats.spill_offered, stats.spill.iter().sum::<u64>() + 4 + 4);
 }
 
 /// RES-11 c: a tier of one slot is rewritten, not thrashed.

@@ -1,11 +1,13 @@
 //! `bench`: what the library of benchmarks measures, as a table and as JSON.
 
+mod ssd;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use orbitkv_benches::BenchError;
-use orbitkv_benches::control::{self, Options, Report};
+use orbitkv_benches::control::{self, Options};
+use orbitkv_benches::{Bar, BenchError, Machine, Row};
 use orbitkv_manager::units::parse_duration;
 
 use crate::exit::{Exit, ToolError};
@@ -29,6 +31,8 @@ pub(crate) struct BenchVerb {
 enum Kind {
     /// Round trips that move no bytes, beside the floors of this machine
     Control(ControlArgs),
+    /// Reads and writes of the SSD tier, beside a plain `io_uring` loop on the same file
+    Ssd(ssd::SsdArgs),
 }
 
 /// Flags of `bench control`.
@@ -56,7 +60,13 @@ struct ControlArgs {
 
 /// Runs the verb.
 pub(crate) fn run(verb: BenchVerb) -> Result<Exit, ToolError> {
-    let Kind::Control(args) = verb.kind;
+    match verb.kind {
+        Kind::Control(args) => run_control(args),
+        Kind::Ssd(args) => ssd::run(args),
+    }
+}
+
+fn run_control(args: ControlArgs) -> Result<Exit, ToolError> {
     let (json, csv) = (Output::open("json", args.json)?, Output::open("csv", args.csv)?);
     signal::install()?;
     let options = Options {
@@ -73,7 +83,8 @@ pub(crate) fn run(verb: BenchVerb) -> Result<Exit, ToolError> {
     });
     progress.finish();
     let report = report?;
-    print(table(&report))?;
+    print(table(&report.rows, &report.bars))?;
+    print(origin(&report.machine, report.commit))?;
     if let Some(json) = json {
         json.json(&report.to_json())?;
     }
@@ -95,25 +106,28 @@ fn command_line() -> String {
     std::iter::once("orbitkv".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
-fn table(report: &Report) -> String {
+/// Numbers, then their bars.
+fn table(rows: &[Row], bars: &[Bar]) -> String {
     let mut numbers = Table::new(&["number", "median", "min", "max", "rounds"]);
-    for row in &report.rows {
+    for row in rows {
         let rounds = row.rounds.to_string();
         numbers.row([row.name.clone(), short(row.median), short(row.min), short(row.max), rounds]);
     }
-    let mut bars = Table::new(&["bar", "value", "limit", "ratio", "", "rule"]);
-    for bar in &report.bars {
+    let mut verdicts = Table::new(&["bar", "value", "limit", "ratio", "", "rule"]);
+    for bar in bars {
         let verdict = if bar.pass { "pass" } else { "MISS" };
         let (value, limit) = (short(bar.value), short(bar.limit));
         let ratio = bar.ratio.map(short).unwrap_or_default();
-        let (name, verdict, rule) = (bar.name.to_owned(), verdict.to_owned(), bar.rule.to_owned());
-        bars.row([name, value, limit, ratio, verdict, rule]);
+        let (name, verdict, rule) = (bar.name.clone(), verdict.to_owned(), bar.rule.clone());
+        verdicts.row([name, value, limit, ratio, verdict, rule]);
     }
-    let machine = &report.machine;
-    format!(
-        "{numbers}\n{bars}\n{} with {} CPUs, Linux {}; commit {}\n",
-        machine.cpu, machine.cpus, machine.kernel, report.commit
-    )
+    format!("{numbers}\n{verdicts}\n")
+}
+
+/// Where the numbers are from.
+fn origin(machine: &Machine, commit: &str) -> String {
+    let Machine { cpu, cpus, kernel, .. } = machine;
+    format!("{cpu} with {cpus} CPUs, Linux {kernel}; commit {commit}\n")
 }
 
 /// Three significant digits or so.

@@ -177,7 +177,12 @@ impl ToolError {
 
 fn exit_of_bench(error: &BenchError) -> Exit {
     match error {
+        BenchError::Ssd(error) if error.is_not_ours() => Exit::Usage,
+        BenchError::FileTooSmall { .. } => Exit::Usage,
         BenchError::System { .. }
+        | BenchError::Ssd(_)
+        | BenchError::Memory(_)
+        | BenchError::FileExists { .. }
         | BenchError::TooFewCpus { .. }
         | BenchError::PartFailed { .. } => Exit::System,
         BenchError::Manager { exit, .. } if *exit > 0 => Exit::from_code(*exit),

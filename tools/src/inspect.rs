@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
-use orbitkv_shm_protocol::inspect::{self, LifeState, Snapshot, Value};
+use orbitkv_shm_protocol::inspect::{self, DeviceView, LifeState, Snapshot, Value};
 
 use crate::exit::{Exit, ToolError};
 use crate::output::print;
@@ -249,6 +249,7 @@ fn ssd(snapshot: &Snapshot) -> String {
         "preallocated",
         "registered",
         "health",
+        "recovery",
     ]);
     for d in &snapshot.ssd {
         table.row([
@@ -263,9 +264,18 @@ fn ssd(snapshot: &Snapshot) -> String {
             d.preallocated.to_string(),
             d.registered.to_string(),
             d.health.to_owned(),
+            recovery(d),
         ]);
     }
     table.to_string()
+}
+
+/// How the search for pages of before the start stands.
+fn recovery(device: &DeviceView) -> String {
+    if device.recovery == "done" {
+        return "done".to_owned();
+    }
+    format!("{} {}/{}", device.recovery, device.scanned_slots, device.scan_slots)
 }
 
 fn pages(snapshot: &Snapshot) -> String {

@@ -1,4 +1,4 @@
-//! Goal: `bench control` has every number of the contract, checks what it is answered, and leaves
+//! Goal: `bench` has every number of the contract, checks what it is answered, and leaves
 //! nothing behind however it ends. Method: run the program for moments only.
 
 use std::fs;
@@ -249,8 +249,13 @@ fn bad_flags_are_2_and_a_bad_path_is_3_before_anything_starts() {
         (&["bench", "control", "--runs", "0"][..], 2, "1..=100"),
         (&["bench", "control", "--slice", "5"], 2, "ms"),
         (&["bench", "control", "--json", "/no/such/folder/out"], 3, "--json"),
-        (&["bench", "everything"], 2, "unknown bench kind \"everything\"; accepted: control"),
-        (&["bench"], 2, "no bench kind; accepted: control"),
+        (&["bench", "ssd"], 2, "--ssd"),
+        (&["bench", "ssd", "--ssd", "F", "--slice", "3s"], 2, "must be 1ms to 2s"),
+        (&["bench", "ssd", "--ssd", "F", "--page-bytes", "5000"], 2, "a multiple of 4KiB"),
+        (&["bench", "ssd", "--ssd", "F", "--size", "64MiB"], 2, "raise --size"),
+        (&["bench", "ssd", "--ssd", "/no/such/folder/F"], 3, "its folder does not exist"),
+        (&["bench", "everything"], 2, "unknown bench kind \"everything\"; accepted: control, ssd"),
+        (&["bench"], 2, "no bench kind; accepted: control, ssd"),
     ] {
         let Output { status, stderr, .. } = place.command(arguments).output().unwrap();
         let complaint = String::from_utf8_lossy(&stderr);
@@ -316,4 +321,83 @@ fn an_answer_that_is_no_hit_fails_the_part() {
     assert!(manager.wait().unwrap().success());
     assert_eq!(fs::read_dir(place.temporary()).unwrap().count(), 1, "only the lock file is left");
     assert!(place.temporary().join("socket.lock").exists());
+}
+
+/// The numbers of the contract in each result of `bench ssd`.
+const SSD_KEYS: [&str; 9] = [
+    "ours_read_gb_per_s",
+    "raw_read_gb_per_s",
+    "read_ratio",
+    "ours_write_gb_per_s",
+    "raw_write_gb_per_s",
+    "write_ratio",
+    "read_p99_alone_us",
+    "read_p99_under_write_us",
+    "write_under_read_ratio",
+];
+
+/// Goal: `bench ssd` moves and checks pages on one file and on two, and has every number. Method:
+/// files as small as they may be.
+#[test]
+fn the_ssd_tier_is_measured_beside_a_plain_loop_and_its_files_go() {
+    let place = Place::new();
+    for files in [1, 2] {
+        let out = place.0.path().join("out.json");
+        let mut command = place.command(&["bench", "ssd", "--pairs", "1", "--slice", "20ms"]);
+        command.args(["--page-bytes", "128KiB", "--page-bytes", "1MiB", "--json"]).arg(&out);
+        command.args(["--size", if files == 1 { "192MiB" } else { "384MiB" }]);
+        for file in 0..files {
+            command.arg("--ssd").arg(format!("tier{file}"));
+        }
+        let output = command.output().unwrap();
+        let complaints = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{complaints}");
+        for file in 0..files {
+            assert!(!place.0.path().join(format!("tier{file}")).exists(), "the file is left");
+        }
+        let json: Value = serde_json::from_slice(&fs::read(out).unwrap()).unwrap();
+        assert!(["uring", "blocking"].contains(&json["engine"].as_str().unwrap()));
+        assert_eq!(json["mismatches"], 0);
+        assert!(json["pages_compared"].as_u64().unwrap() > 0);
+        assert_eq!(json["bars"].as_array().unwrap().len(), 8);
+        let results = json["results"].as_array().unwrap();
+        let sizes: Vec<_> = results.iter().map(|result| &result["page_bytes"]).collect();
+        assert_eq!(sizes, [&json!(131_072), &json!(1_048_576)]);
+        for result in results {
+            for key in SSD_KEYS {
+                let value = result[key].as_f64();
+                assert!(value.is_some_and(|value| value > 0.0), "{key}: {result}");
+            }
+            let scaling = at(result, "all_devices/ours_read_scaling");
+            assert_eq!(scaling.is_null(), files == 1, "{result}");
+        }
+    }
+}
+
+/// Goal: what a file holds is never overwritten.
+#[test]
+fn a_file_that_holds_something_is_not_touched() {
+    let place = Place::new();
+    let path = place.0.path().join("precious");
+    fs::write(&path, b"precious").unwrap();
+    let output = place.command(&["bench", "ssd", "--ssd", "precious"]).output().unwrap();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{complaint}");
+    assert!(complaint.contains("holds something") && complaint.lines().count() == 1, "{complaint}");
+    assert_eq!(fs::read(&path).unwrap(), b"precious");
+}
+
+/// Goal: a signal ends the benchmark of the tier in order, too.
+#[test]
+fn a_signal_removes_the_file() {
+    let place = Place::new();
+    let arguments = ["bench", "ssd", "--ssd", "tier", "--size", "64MiB", "--page-bytes", "128KiB"];
+    let child =
+        place.command(&arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let path = place.0.path().join("tier");
+    wait_for("the file", || path.exists().then_some(()));
+    signal(&child, Signal::INT);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!path.exists());
 }

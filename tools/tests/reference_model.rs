@@ -3,7 +3,7 @@
 
 mod support;
 
-use orbitkv_tools::simulate::{Policy, Simulation};
+use orbitkv_tools::simulate::{Policy, Simulation, Spill};
 use support::{Counts, Model, published_trace};
 
 const SHORT_REQUESTS: usize = 1500;
@@ -75,7 +75,7 @@ fn same_as_model(trace: &str, requests: usize, sizes: &[(u64, u64)]) {
     let mut pairs: Vec<(Simulation, Model)> = sizes
         .iter()
         .map(|(dram, ssd)| {
-            let simulation = Simulation::new(&info, *dram, *ssd, Policy::Lru);
+            let simulation = Simulation::new(&info, *dram, *ssd, Policy::Lru, Spill::All);
             (simulation, Model::new(*dram as usize, *ssd as usize))
         })
         .collect();

@@ -1,26 +1,8 @@
 //! What the numbers are held against. A missed bar is a fact to print, not a failure.
 
-use serde::Serialize;
-
-use super::series::Series;
+use crate::bar::Bar;
+use crate::series::Series;
 use crate::stats::median;
-
-/// One number beside its bar.
-#[derive(Clone, PartialEq, Debug, Serialize)]
-pub struct Bar {
-    /// The number.
-    pub name: &'static str,
-    /// Its median.
-    pub value: f64,
-    /// What it may be at most, or must be at least.
-    pub limit: f64,
-    /// Median of the rounds' ratios to the floor, where the bar is one.
-    pub ratio: Option<f64>,
-    /// How the limit comes about.
-    pub rule: &'static str,
-    /// Whether it holds.
-    pub pass: bool,
-}
 
 enum Rule {
     /// At most so many times another number.
@@ -83,7 +65,8 @@ pub(super) fn compare(series: &Series) -> Vec<Bar> {
             Rule::AtMost(limit) => (*limit, None, value <= *limit),
             Rule::AtLeast(limit) => (*limit, None, value >= *limit),
         };
-        Bar { name, value, limit, ratio, rule: text, pass }
+        let (name, rule) = ((*name).to_owned(), (*text).to_owned());
+        Bar { name, value, limit, ratio, rule, pass }
     };
     BARS.iter().map(bar).collect()
 }

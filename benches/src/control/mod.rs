@@ -8,19 +8,18 @@
 mod bars;
 mod crew;
 mod rounds;
-mod series;
 
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
+use crate::bar::Bar;
 use crate::error::BenchError;
 use crate::machine::{COMMIT, Machine};
 use crate::manager::Manager;
+use crate::series::{self, Row};
 use crate::{pages, process};
-pub use bars::Bar;
 use rounds::Rounds;
-pub use series::Row;
 
 /// Clients of the measurements with several.
 pub const CLIENTS: usize = 8;

@@ -5,12 +5,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::crew::Crew;
-use super::series::Series;
 use super::{CLIENTS, Options};
 use crate::error::BenchError;
 use crate::manager::Manager;
 use crate::pages::CHAIN_PAGES;
 use crate::part::{Answer, Ask, Floor, Job, Length, Rate, Wait, Walk, Work};
+use crate::series::Series;
 use crate::stats::{Summary, median};
 
 /// Pages of the middle query.

@@ -113,6 +113,7 @@ impl Checked<'_> {
             engine: self.choice(Key::SsdEngine, SsdEngine::Auto, SsdEngine::from_word)?,
             spill: self.choice(Key::SsdSpill, SpillPolicy::All, SpillPolicy::from_word)?,
             write_in_flight_bytes: self.size(Key::SsdWriteInFlight, 2 * MIB, 256 * KIB, 8 * MIB)?,
+            write_budget_per_day_bytes: self.write_budget()?,
             paths,
         };
         let files = config.paths.len().max(1) as u64;
@@ -134,6 +135,16 @@ impl Checked<'_> {
         }
         config.capacity_bytes = capacity / files / SSD_STEP * SSD_STEP * files;
         Ok((capacity != 0).then_some(config))
+    }
+
+    fn write_budget(&self) -> Result<Option<u64>, ConfigError> {
+        let key = Key::SsdWriteBudget;
+        let bytes = self.size(key, 0, 0, 1024 * TIB)?;
+        match bytes {
+            0 => Ok(None),
+            GIB.. => Ok(Some(bytes)),
+            _ => Err(self.out_of_range(key, self::bytes(bytes))),
+        }
     }
 
     fn budget(&self, dram_bytes: u64) -> Result<BudgetConfig, ConfigError> {

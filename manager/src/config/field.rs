@@ -17,6 +17,7 @@ pub enum Key {
     SsdEngine,
     SsdSpill,
     SsdWriteInFlight,
+    SsdWriteBudget,
     BudgetQuery,
     BudgetSession,
     BudgetSpeculative,
@@ -178,7 +179,7 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Size,
         range: "0 (tier off), or for all files together 2MiB to 64TiB a file, rounded down to 4 KiB",
         default: "16GiB",
-        cost: "shared equally and preallocated; start-up reads one footer a slot",
+        cost: "shared equally and preallocated; after a start one footer a slot is read, beside DRAM",
     },
     Field {
         key: Key::SsdDirect,
@@ -219,6 +220,17 @@ pub(crate) const FIELDS: &[Field] = &[
         range: "256KiB to 8MiB a file",
         default: "2MiB",
         cost: "each MiB more delays every read beside it by the time of writing it",
+    },
+    Field {
+        key: Key::SsdWriteBudget,
+        section: "ssd",
+        name: "write_budget_per_day",
+        flag: None,
+        kind: Kind::Size,
+        range: "0 (no bound), or for all files together 1GiB to 1024TiB a day",
+        default: "0",
+        cost: "what the drive lives on; pages evicted while it is used up are not on SSD. A day may \
+               take an hour's share more",
     },
     Field {
         key: Key::BudgetQuery,

@@ -114,6 +114,8 @@ pub struct SsdConfig {
     pub spill: SpillPolicy,
     /// Bytes that the kernel may be writing to one file at a time.
     pub write_in_flight_bytes: u64,
+    /// Bytes that may be written a day; `None` for no bound.
+    pub write_budget_per_day_bytes: Option<u64>,
 }
 
 /// Lease budgets, in bytes.
@@ -287,7 +289,14 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("ssd_reads_in_flight (commands)", limits::READS_IN_FLIGHT_MAX as u64),
     ("ssd_reads_in_flight (bytes, at least one page)", limits::READS_IN_FLIGHT_BYTES),
     ("ssd_writes_in_flight (commands)", limits::WRITES_IN_FLIGHT_MAX as u64),
-    ("ssd_writes_in_flight (bytes, at least one page)", limits::WRITES_IN_FLIGHT_BYTES),
+    (
+        "ssd_writes_in_flight (bytes, at least one page, beyond 8MiB an eighth of dram)",
+        limits::WRITES_IN_FLIGHT_BYTES_MAX,
+    ),
+    (
+        "ssd_history (keys of pages that are gone, for spill = reuse)",
+        limits::HISTORY_KEYS_MAX as u64,
+    ),
     ("ssd_chunk (bytes)", ssd::CHUNK_IMAGE_BYTES_MAX as u64),
     ("ssd_footer (bytes a slot)", FOOTER_BYTES as u64),
     ("message_bytes_max (bytes)", message::MESSAGE_BYTES_MAX as u64),

@@ -236,6 +236,23 @@ impl PageSlab {
     }
 }
 
+/// Where tables keep a key. `seed` is odd.
+#[inline]
+pub(super) fn key_hash(seed: u64, namespace: NamespaceId, hash: &PageHash) -> u64 {
+    let word = |at: usize| {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&hash.0[at..at + 8]);
+        u64::from_le_bytes(bytes)
+    };
+    let folded = |a: u64, b: u64| {
+        let product = u128::from(a) * u128::from(b);
+        (product as u64) ^ (product >> 64) as u64
+    };
+    let first = folded(word(0) ^ seed, word(8) ^ seed.rotate_left(32));
+    let second = folded(word(16) ^ first, word(24) ^ seed.rotate_left(17));
+    folded(second ^ u64::from(namespace.0), 0x9e37_79b9_7f4a_7c15)
+}
+
 /// Finds pages by namespace, era and hash.
 #[derive(Debug)]
 pub(super) struct Index {
@@ -255,22 +272,6 @@ impl Index {
     }
 
     #[inline]
-    fn hash(seed: u64, namespace: NamespaceId, hash: &PageHash) -> u64 {
-        let word = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&hash.0[at..at + 8]);
-            u64::from_le_bytes(bytes)
-        };
-        let folded = |a: u64, b: u64| {
-            let product = u128::from(a) * u128::from(b);
-            (product as u64) ^ (product >> 64) as u64
-        };
-        let first = folded(word(0) ^ seed, word(8) ^ seed.rotate_left(32));
-        let second = folded(word(16) ^ first, word(24) ^ seed.rotate_left(17));
-        folded(second ^ u64::from(namespace.0), 0x9e37_79b9_7f4a_7c15)
-    }
-
-    #[inline]
     pub(super) fn find(
         &self,
         pages: &PageSlab,
@@ -278,12 +279,22 @@ impl Index {
         era: u32,
         hash: &PageHash,
     ) -> Option<PageId> {
-        let key = Self::hash(self.seed, namespace, hash);
+        let key = key_hash(self.seed, namespace, hash);
         let matches = |&id: &u32| {
             let page = &pages[PageId(id)];
             page.hash == *hash && page.namespace == namespace && page.era == era
         };
         self.table.find(key, matches).map(|&id| PageId(id))
+    }
+
+    /// Makes room for `more` pages, so that adding them moves none.
+    pub(super) fn reserve(&mut self, pages: &mut PageSlab, more: usize) {
+        pages.pages.reserve(more.saturating_sub(pages.free.len()));
+        let seed = self.seed;
+        self.table.reserve(more, |&other| {
+            let page = &pages[PageId(other)];
+            key_hash(seed, page.namespace, &page.hash)
+        });
     }
 
     /// Adds a page that is not there yet.
@@ -297,9 +308,9 @@ impl Index {
         debug_assert!(self.find(pages, namespace, era, &hash).is_none());
         let id = pages.insert(namespace, era, hash);
         let seed = self.seed;
-        self.table.insert_unique(Self::hash(seed, namespace, &hash), id.0, |&other| {
+        self.table.insert_unique(key_hash(seed, namespace, &hash), id.0, |&other| {
             let page = &pages[PageId(other)];
-            Self::hash(seed, page.namespace, &page.hash)
+            key_hash(seed, page.namespace, &page.hash)
         });
         id
     }
@@ -309,7 +320,7 @@ impl Index {
         if !pages[id].indexed {
             return;
         }
-        let key = Self::hash(self.seed, pages[id].namespace, &pages[id].hash);
+        let key = key_hash(self.seed, pages[id].namespace, &pages[id].hash);
         if let Ok(entry) = self.table.find_entry(key, |&other| other == id.0) {
             entry.remove();
         }

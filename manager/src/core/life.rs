@@ -298,7 +298,7 @@ impl Core {
             self.dram.remove(&mut self.pages, page);
             self.detach_extent(page);
         } else {
-            self.drop_page(page, SpillOutcome::EvictedUnwritten, out);
+            self.drop_page(page, self.outcome_of_eviction(), out);
         }
     }
 
@@ -317,6 +317,9 @@ impl Core {
         let list = if doomed { &mut of.doomed } else { &mut of.pages };
         list.remove(&mut self.pages, page);
         let unwritten = if doomed { SpillOutcome::Superseded } else { unwritten };
+        if !doomed {
+            self.remember(page);
+        }
         self.dram.remove(&mut self.pages, page);
         self.leave_class(page);
         if self.leave_spill(page) {

@@ -11,7 +11,8 @@
 //! | `namespace`, `session`, `lease` | whose pages, who is attached, who holds what |
 //! | `admission`, `query` | what a query may lease and what it waits for |
 //! | `save`, `restore`, `flow` | what is copied and read next, in fair turns |
-//! | `spill`, `recover` | what is written to SSD and what is found there again |
+//! | `spill`, `history`, `write_budget` | what is written to SSD and how much, and what was here before |
+//! | `recover` | what is found on SSD again |
 //! | `limits` | the bounds of all of these |
 //! | `control` | release, cancel, forget, unregister, drain, closed sessions, deadlines |
 
@@ -22,6 +23,7 @@ mod event;
 mod extents;
 mod flow;
 mod geometry;
+mod history;
 mod index;
 mod job;
 mod laws;
@@ -40,6 +42,7 @@ mod slots;
 mod spill;
 mod stats;
 mod view;
+mod write_budget;
 
 use orbitkv_shm_protocol::ids::{OperationId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
@@ -49,13 +52,16 @@ use orbitkv_shm_protocol::record::{
 
 use admission::Budget;
 use flow::Flow;
+use history::History;
 use index::{Index, PageSlab};
 use job::{JobRef, Jobs};
 use lease::Leases;
 use namespace::{NamespaceId, Namespaces};
+use recover::Recovery;
 use replacement::{ListKind, Recency};
 use session::{Session, Sessions};
 use slots::Slots;
+use write_budget::WriteBudget;
 
 pub use effect::{CopyPage, Direction, Effect, Effects, Extent, ImageIdentity, PeerFault, Slot};
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
@@ -64,7 +70,7 @@ pub use geometry::{FOOTER_BYTES, RegionGeometry};
 #[doc(hidden)]
 pub use laws::PageView;
 pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
-pub use recover::RecoveredPage;
+pub use recover::{Recovered, RecoveredPage};
 pub use registration::CoreRefusal;
 pub use slots::{DeviceLayout, slot_bytes};
 pub use spill::SpillPolicy;
@@ -78,8 +84,6 @@ pub struct CoreConfig {
     pub arena_bytes: Vec<u64>,
     /// SSD devices in configuration order, empty for DRAM only.
     pub devices: Vec<DeviceLayout>,
-    /// Highest slot generation seen or recorded at start-up.
-    pub last_generation: u64,
     /// Bytes of leases of all sessions.
     pub query_budget_bytes: u64,
     /// Bytes of speculative leases and hints.
@@ -108,6 +112,8 @@ pub struct CoreConfig {
     pub writes_in_flight_max: u32,
     /// What enters the spill set.
     pub spill_policy: SpillPolicy,
+    /// Bytes of slots that may be written a day; `None` for no bound.
+    pub write_budget_bytes_a_day: Option<u64>,
     /// Keeps clients from choosing hash collisions: random in the Manager, fixed in tests.
     pub hash_seed: u64,
     /// Most namespaces of an epoch.
@@ -118,6 +124,8 @@ pub struct CoreConfig {
     pub regions_per_session_max: usize,
     /// Most pages that one turn drops for a forget, or looks at for an eviction of everything.
     pub pages_dropped_per_turn: u32,
+    /// Most pages found on SSD that one turn takes over.
+    pub pages_recovered_per_turn: u32,
     /// Emit [`Effect::Dropped`].
     pub report_drops: bool,
 }
@@ -130,7 +138,6 @@ impl CoreConfig {
         Self {
             arena_bytes: vec![dram_bytes],
             devices: Vec::new(),
-            last_generation: 0,
             query_budget_bytes,
             speculative_budget_bytes: limits::speculative_budget_bytes(query_budget_bytes),
             session_budget_bytes: query_budget_bytes,
@@ -142,14 +149,16 @@ impl CoreConfig {
             read_window_bytes: limits::READ_WINDOW_BYTES,
             reads_in_flight_bytes: limits::READS_IN_FLIGHT_BYTES,
             reads_in_flight_max: limits::READS_IN_FLIGHT_MAX,
-            writes_in_flight_bytes: limits::WRITES_IN_FLIGHT_BYTES,
+            writes_in_flight_bytes: limits::writes_in_flight_bytes(dram_bytes),
             writes_in_flight_max: limits::WRITES_IN_FLIGHT_MAX,
             spill_policy: SpillPolicy::All,
+            write_budget_bytes_a_day: None,
             hash_seed: 0x6f72_6269_746b_7600,
             namespaces_max: limits::NAMESPACES_MAX,
             scopes_per_session_max: limits::SCOPES_PER_SESSION_MAX as usize,
             regions_per_session_max: limits::REGIONS_PER_SESSION_MAX as usize,
             pages_dropped_per_turn: limits::PAGES_DROPPED_PER_TURN,
+            pages_recovered_per_turn: limits::PAGES_RECOVERED_PER_TURN,
             report_drops: false,
         }
     }
@@ -163,6 +172,8 @@ pub struct Core {
     index: Index,
     extents: Extents,
     slots: Slots,
+    /// While the slots are not all known.
+    recovery: Option<Recovery>,
     namespaces: Namespaces,
     sessions: Sessions,
     leases: Leases,
@@ -174,6 +185,10 @@ pub struct Core {
     /// Resident pages that wait to be written, coldest first.
     spill: Recency,
     spill_bytes: u64,
+    /// Keys of pages that left every tier, for the `reuse` policy.
+    history: History,
+    /// What may still be written, when that is bounded.
+    write_budget: Option<WriteBudget>,
     pinned_bytes: u64,
     draining_bytes: u64,
     /// Pages with a replica in DRAM or one on its way there, over all namespaces.
@@ -205,11 +220,16 @@ impl Core {
             config.speculative_budget_bytes,
             config.session_budget_bytes,
         );
+        let slots = Slots::new(&config.devices);
+        let remembers = config.spill_policy == SpillPolicy::Reuse;
+        let history_bytes = if remembers { slots.data_bytes() } else { 0 };
         Self {
             pages: PageSlab::default(),
             index: Index::new(config.hash_seed),
             extents: Extents::new(&config.arena_bytes),
-            slots: Slots::new(&config.devices, config.last_generation.saturating_add(1)),
+            slots,
+            recovery: None,
+            history: History::new(history_bytes, config.hash_seed),
             namespaces: Namespaces::default(),
             sessions: Sessions::default(),
             leases: Leases::new(),
@@ -219,6 +239,7 @@ impl Core {
             dram: Recency::new(ListKind::Dram),
             spill: Recency::new(ListKind::Spill),
             spill_bytes: 0,
+            write_budget: config.write_budget_bytes_a_day.map(WriteBudget::new),
             pinned_bytes: 0,
             draining_bytes: 0,
             dram_pages: 0,
@@ -269,9 +290,10 @@ impl Core {
     /// Orders as many copies, reads and writes as may be in flight.
     pub fn pump(&mut self, now: Nanos, out: &mut Effects) {
         self.drop_forgotten(out);
+        self.advance_recovery();
         self.pump_reads(now, out);
         self.pump_copies(now, out);
-        self.pump_writes(out);
+        self.pump_writes(now, out);
         self.end_drains(now, out);
     }
 

@@ -340,18 +340,21 @@ impl Core {
             let image = self.namespaces.get(namespace).image_bytes;
             ended.bytes = u64::from(ended.pages) * u64::from(image);
         }
+        let mut head = None;
         for entry in entries.iter_mut().rev() {
             if let Some(page) = entry.page.take() {
                 self.unpin(page, out);
+                // No lookup would find it when it was forgotten meanwhile.
+                head = Some(page).filter(|&page| self.pages[page].indexed);
             }
         }
-        if let Some(namespace) = namespace {
-            // Streamed pages were let go of from the head: put the whole chain in order.
-            // Else only the parents outside of the range are missing.
-            let deepest = entries.iter().rev().find_map(|e| self.find(namespace, &e.hash));
-            let head = entries.first().and_then(|e| self.find(namespace, &e.hash));
-            let from = if streaming { deepest } else { head };
-            self.touch_upwards(from, 0);
+        // Streamed pages were let go of from the head: put the whole chain in order.
+        // Else only the parents outside of the range are missing.
+        let found = |entry: &Entry| namespace.and_then(|of| self.find(of, &entry.hash));
+        let deepest = if streaming { entries.iter().rev().find_map(found) } else { None };
+        self.touch_upwards(deepest, 0);
+        if deepest.is_none() || head.is_some_and(|head| self.is_doomed(head)) {
+            self.touch_upwards(head, 0);
         }
         let named_bytes = if keep { 0 } else { entries.len() as u64 * unit_bytes };
         if let Some(job) = self.jobs.get_mut(reference) {

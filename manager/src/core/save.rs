@@ -295,6 +295,10 @@ impl Core {
         self.stats.pages_present += u64::from(ended.pages_present);
         for page in pinned.drain(..).rev() {
             self.unpin(page, out);
+            // No lookup finds it below when it was forgotten meanwhile.
+            if self.pages[page].indexed && self.is_doomed(page) {
+                self.touch_upwards(Some(page), 0);
+            }
         }
         self.refresh_chains(namespace, &entries);
         let image = self.namespaces.get(namespace).image_bytes;

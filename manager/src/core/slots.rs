@@ -25,12 +25,16 @@ pub struct DeviceLayout {
     pub retired: Vec<u64>,
 }
 
+/// Bytes of slots that a device gives before another's turn: what its writer joins into one write.
+const RUN_BYTES: u64 = 1 << 20;
 /// Cold pages looked at in search of one with a slot.
 const RECLAIM_PROBES_MAX: usize = 64;
 
 const FREE: u32 = u32::MAX;
 const RETIRED: u32 = u32::MAX - 1;
-const TAKEN: u32 = u32::MAX - 2;
+/// What is in it is not known yet, or will never be.
+const UNREAD: u32 = u32::MAX - 2;
+const TAKEN: u32 = u32::MAX - 3;
 
 #[derive(Debug)]
 struct Region {
@@ -49,15 +53,22 @@ struct Device {
     regions: Vec<Region>,
     unused: Vec<u32>,
     accepts_writes: bool,
+    /// Its slots could not be read: it is not used in this life.
+    lost: bool,
     used_bytes: u64,
     used_slots: u64,
+    /// Bytes of slots that are never used again.
+    retired_bytes: u64,
+    /// How far it is behind its share of the runs.
+    behind: i128,
 }
 
 /// Slots of one size.
 #[derive(Debug)]
 pub(super) struct Class {
     slot_bytes: u32,
-    open: Vec<(u16, u32)>,
+    /// Regions with free slots, of each device; a full one leaves when it is looked at.
+    open: Vec<Vec<u32>>,
     /// Slots in use.
     used: u64,
     /// Unpinned pages that have or want a slot of this size.
@@ -78,14 +89,17 @@ pub(super) struct Slots {
     devices: Vec<Device>,
     classes: Vec<Class>,
     next_generation: u64,
+    /// The device that gives slots now, and the bytes that it gives before another's turn.
+    run: (usize, u64),
 }
 
 impl Slots {
-    pub(super) fn new(layouts: &[DeviceLayout], next_generation: u64) -> Self {
+    pub(super) fn new(layouts: &[DeviceLayout]) -> Self {
         let mut slots = Self {
             devices: Vec::with_capacity(layouts.len()),
             classes: Vec::new(),
-            next_generation,
+            next_generation: 1,
+            run: (0, 0),
         };
         for (number, layout) in layouts.iter().enumerate() {
             slots.add_device(number as u16, layout);
@@ -100,8 +114,11 @@ impl Slots {
             regions: Vec::new(),
             unused: Vec::new(),
             accepts_writes: true,
+            lost: false,
             used_bytes: 0,
             used_slots: 0,
+            retired_bytes: 0,
+            behind: 0,
         };
         let mut open = Vec::new();
         for index in 0..geometry.regions() {
@@ -113,6 +130,7 @@ impl Slots {
                 {
                     region.owners[slot as usize] = RETIRED;
                     region.free.retain(|&free| free != slot);
+                    device.retired_bytes += u64::from(bytes);
                 }
             }
             if bytes == 0 {
@@ -128,8 +146,16 @@ impl Slots {
         self.devices.push(device);
         for (bytes, region) in open {
             let class = self.class_index(bytes);
-            self.classes[class].open.push((number, region));
+            self.open(class, number).push(region);
         }
+    }
+
+    /// Regions of a device that may have free slots of a size.
+    fn open(&mut self, class: usize, number: u16) -> &mut Vec<u32> {
+        let open = &mut self.classes[class].open;
+        let devices = open.len().max(usize::from(number) + 1);
+        open.resize_with(devices, Vec::new);
+        &mut open[usize::from(number)]
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -161,6 +187,11 @@ impl Slots {
         regions.max().unwrap_or(0)
     }
 
+    /// Bytes of all regions.
+    pub(super) fn data_bytes(&self) -> u64 {
+        self.devices.iter().map(Device::data_bytes).sum()
+    }
+
     /// The next number of the tier's one generation counter.
     pub(super) fn take_generation(&mut self) -> u64 {
         let generation = self.next_generation;
@@ -168,40 +199,79 @@ impl Slots {
         generation
     }
 
-    /// A free slot, from a region that has one or from an unused region.
+    /// A free slot, from a region that has one or from an unused region. Devices take turns by the
+    /// space that they have left: all of them are busy, and all are full at the same time.
     pub(super) fn allocate(&mut self, slot_bytes: u32) -> Option<Allocation> {
         let class = self.class_index(slot_bytes);
-        while let Some(&(number, index)) = self.classes[class].open.last() {
-            let device = &mut self.devices[usize::from(number)];
-            if !device.accepts_writes {
-                self.classes[class].open.pop();
-                device.regions[index as usize].open = false;
-                continue;
-            }
-            if let Some(slot) = device.take(number, index) {
-                self.classes[class].used += 1;
-                return Some(Allocation { slot, first_of_region: None });
-            }
-            device.regions[index as usize].open = false;
-            self.classes[class].open.pop();
+        let (mut number, mut left) = self.run;
+        if left == 0 || !self.can_give(class, number) {
+            number = self.next_turn(class)?;
+            left = RUN_BYTES;
         }
-        let fits = |device: &Device| {
-            let fitting = |&&region: &&u32| device.geometry.slots(region, slot_bytes) > 0;
-            device.accepts_writes && device.unused.iter().any(|region| fitting(&region))
-        };
-        let number = (0..self.devices.len())
-            .filter(|&number| fits(&self.devices[number]))
-            .max_by_key(|&number| self.devices[number].unused.len())?;
+        self.run = (number, left.saturating_sub(slot_bytes.into()));
         let device = &mut self.devices[number];
-        let at = device.unused.iter().rposition(|&r| device.geometry.slots(r, slot_bytes) > 0)?;
-        let region = device.unused.remove(at);
-        device.regions[region as usize] =
-            Region::with_slot_size(&device.geometry, region, slot_bytes);
-        device.regions[region as usize].open = true;
+        let (region, first_of_region) = match self.classes[class].open[number].last() {
+            Some(&region) => (region, None),
+            None => {
+                let fits = |&region: &u32| device.geometry.slots(region, slot_bytes) > 0;
+                let at = device.unused.iter().rposition(fits)?;
+                let region = device.unused.remove(at);
+                device.regions[region as usize] =
+                    Region::with_slot_size(&device.geometry, region, slot_bytes);
+                device.regions[region as usize].open = true;
+                self.classes[class].open[number].push(region);
+                (region, Some(region))
+            }
+        };
         let slot = device.take(number as u16, region)?;
         self.classes[class].used += 1;
-        self.classes[class].open.push((number as u16, region));
-        Some(Allocation { slot, first_of_region: Some(region) })
+        Some(Allocation { slot, first_of_region })
+    }
+
+    /// Whether some device has a free slot for new images of a size.
+    pub(super) fn has_free(&mut self, slot_bytes: u32) -> bool {
+        let class = self.class_index(slot_bytes);
+        (0..self.devices.len()).any(|number| self.can_give(class, number))
+    }
+
+    /// Whether a device has a free slot of a size: in an open region, which is then the last one, or
+    /// in an unused one.
+    fn can_give(&mut self, class: usize, number: usize) -> bool {
+        let slot_bytes = self.classes[class].slot_bytes;
+        let Some(device) = self.devices.get(number) else { return false };
+        if !device.accepts_writes {
+            return false;
+        }
+        while let Some(&region) = self.open(class, number as u16).last() {
+            let found = &mut self.devices[number].regions[region as usize];
+            if !found.free.is_empty() {
+                return true;
+            }
+            found.open = false;
+            self.open(class, number as u16).pop();
+        }
+        let device = &self.devices[number];
+        device.unused.iter().any(|&region| device.geometry.slots(region, slot_bytes) > 0)
+    }
+
+    /// The device whose share of free space is furthest behind its share of the runs.
+    fn next_turn(&mut self, class: usize) -> Option<usize> {
+        let mut all = 0;
+        let mut next: Option<usize> = None;
+        for number in 0..self.devices.len() {
+            if !self.can_give(class, number) {
+                continue;
+            }
+            let free = i128::from(self.devices[number].free_bytes());
+            all += free;
+            self.devices[number].behind += free;
+            let behind = self.devices[number].behind;
+            if next.is_none_or(|next| behind > self.devices[next].behind) {
+                next = Some(number);
+            }
+        }
+        self.devices[next?].behind -= all;
+        next
     }
 
     /// Notes which page a slot holds.
@@ -211,31 +281,71 @@ impl Slots {
         }
     }
 
-    /// Takes a given slot at start-up. False when it is not free.
-    pub(super) fn occupy(&mut self, slot: Slot, page: PageId) -> bool {
-        let Some(device) = self.devices.get_mut(usize::from(slot.device)) else { return false };
+    /// No slot is known to be free until [`settle`](Self::settle) says so.
+    pub(super) fn begin_census(&mut self) {
+        for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
+            region.free.clear();
+            let free = region.owners.iter_mut().filter(|owner| **owner == FREE);
+            free.for_each(|owner| *owner = UNREAD);
+        }
+    }
+
+    /// Every slot was read but those of the `lost` devices. Generations go on above
+    /// `last_generation`.
+    pub(super) fn end_census(&mut self, last_generation: u64, lost: &[u16]) {
+        self.next_generation = self.next_generation.max(last_generation.saturating_add(1));
+        for &number in lost {
+            if let Some(device) = self.devices.get_mut(usize::from(number)) {
+                (device.lost, device.accepts_writes) = (true, false);
+            }
+        }
+    }
+
+    /// Whether a slot is one of a region in use, and nobody has claimed or retired it.
+    pub(super) fn is_unread(&self, slot: Slot) -> bool {
+        let Some(device) = self.devices.get(usize::from(slot.device)) else { return false };
         let Some((index, at)) = device.geometry.slot_at(slot.offset, slot.bytes) else {
             return false;
         };
-        let region = &mut device.regions[index as usize];
-        if region.slot_bytes != slot.bytes || region.owners[at as usize] != FREE {
-            return false;
-        }
-        region.owners[at as usize] = page.0;
+        let region = &device.regions[index as usize];
+        let is_unread = region.owners.get(at as usize) == Some(&UNREAD);
+        region.slot_bytes == slot.bytes && is_unread && !device.lost
+    }
+
+    /// Takes a slot that is [unread](Self::is_unread); [`assign`](Self::assign) names its page.
+    pub(super) fn occupy(&mut self, slot: Slot) {
+        debug_assert!(self.is_unread(slot));
+        let Some(owner) = self.owner_mut(slot) else { return };
+        *owner = TAKEN;
+        let device = &mut self.devices[usize::from(slot.device)];
         device.used_bytes += u64::from(slot.bytes);
         device.used_slots += 1;
         let class = self.class_index(slot.bytes);
         self.classes[class].used += 1;
-        true
     }
 
-    /// Rebuilds the free stacks after a series of [`occupy`](Self::occupy).
-    pub(super) fn settle(&mut self) {
-        for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
-            region.free.clear();
-            let free = region.owners.iter().enumerate().rev().filter(|(_, owner)| **owner == FREE);
-            region.free.extend(free.map(|(index, _)| index as u32));
+    /// Lists the unread slots of the next regions as free, one region at least and then up to
+    /// `slots_max` slots; `next` remembers how far it is. True when none is left.
+    pub(super) fn settle(&mut self, next: &mut (usize, usize), slots_max: usize) -> bool {
+        let mut slots = 0;
+        while let Some(device) = self.devices.get_mut(next.0) {
+            if slots >= slots_max {
+                return false;
+            }
+            let Some(region) = device.regions.get_mut(next.1).filter(|_| !device.lost) else {
+                *next = (next.0 + 1, 0);
+                continue;
+            };
+            slots += region.owners.len();
+            let opened = region.settle().then_some((region.slot_bytes, next.1 as u32));
+            let number = next.0;
+            next.1 += 1;
+            if let Some((bytes, index)) = opened {
+                let class = self.class_index(bytes);
+                self.open(class, number as u16).push(index);
+            }
         }
+        true
     }
 
     /// Gives a slot back.
@@ -252,8 +362,11 @@ impl Slots {
         let Some(device) = self.devices.get_mut(usize::from(slot.device)) else { return };
         let Some((index, at)) = device.geometry.slot_at(slot.offset, slot.bytes) else { return };
         let region = &mut device.regions[index as usize];
-        debug_assert!(region.owners[at as usize] < RETIRED, "slot freed twice");
+        debug_assert!(region.owners[at as usize] < UNREAD, "slot freed twice");
         region.owners[at as usize] = mark;
+        if mark == RETIRED {
+            device.retired_bytes += u64::from(slot.bytes);
+        }
         device.used_bytes -= u64::from(slot.bytes);
         device.used_slots -= 1;
         let mut opens = false;
@@ -264,7 +377,7 @@ impl Slots {
         let class = self.class_index(slot.bytes);
         self.classes[class].used -= 1;
         if opens {
-            self.classes[class].open.push((slot.device, index));
+            self.open(class, slot.device).push(index);
         }
     }
 
@@ -314,9 +427,14 @@ impl Slots {
         debug_assert!(device.regions[region as usize].owners.iter().all(|owner| *owner == FREE));
         device.regions[region as usize] = Region::with_slot_size(&device.geometry, region, 0);
         device.unused.push(region);
-        for class in &mut self.classes {
-            class.open.retain(|&at| at != (number, region));
+        for open in self.classes.iter_mut().filter_map(|of| of.open.get_mut(usize::from(number))) {
+            open.retain(|&at| at != region);
         }
+    }
+
+    /// Whether any device is used for new images.
+    pub(super) fn take_writes(&self) -> bool {
+        self.devices.iter().any(|device| device.accepts_writes)
     }
 
     /// Whether a device is used for new images.
@@ -327,8 +445,8 @@ impl Slots {
     /// Stops or resumes the use of a device for new images.
     pub(super) fn set_accepts_writes(&mut self, number: u16, accepts: bool) {
         let Some(device) = self.devices.get_mut(usize::from(number)) else { return };
-        device.accepts_writes = accepts;
-        if !accepts {
+        device.accepts_writes = accepts && !device.lost;
+        if !device.accepts_writes {
             return;
         }
         let mut open = Vec::new();
@@ -340,7 +458,7 @@ impl Slots {
         }
         for (bytes, region) in open {
             let class = self.class_index(bytes);
-            self.classes[class].open.push((number, region));
+            self.open(class, number).push(region);
         }
     }
 
@@ -361,13 +479,14 @@ impl Slots {
     pub(super) fn check(&self, mut see: impl FnMut(Slot, Option<PageId>)) {
         let mut used = vec![0; self.classes.len()];
         for (number, device) in self.devices.iter().enumerate() {
-            let (mut bytes, mut slots) = (0, 0);
+            let (mut bytes, mut slots, mut retired) = (0, 0, 0);
             for (index, region) in device.regions.iter().enumerate() {
                 let at = (number as u16, index as u32);
                 let unused = device.unused.iter().filter(|&&other| other == at.1).count();
                 assert_eq!(unused, usize::from(region.slot_bytes == 0), "region {at:?}");
                 for class in &self.classes {
-                    let listed = class.open.iter().filter(|&&other| other == at).count();
+                    let listed = class.open.get(number).into_iter().flatten();
+                    let listed = listed.filter(|&&other| other == at.1).count();
                     let open = region.open && class.slot_bytes == region.slot_bytes;
                     assert_eq!(listed, usize::from(open), "open list of region {at:?}");
                 }
@@ -378,7 +497,8 @@ impl Slots {
                 let marked = region.owners.iter().enumerate().filter(|(_, o)| **o == FREE);
                 assert!(free.iter().copied().eq(marked.map(|(slot, _)| slot as u32)), "{at:?}");
                 for (slot, &owner) in region.owners.iter().enumerate() {
-                    if owner == FREE || owner == RETIRED {
+                    retired += if owner == RETIRED { u64::from(region.slot_bytes) } else { 0 };
+                    if matches!(owner, FREE | RETIRED | UNREAD) {
                         continue;
                     }
                     let slot_bytes = region.slot_bytes;
@@ -391,6 +511,7 @@ impl Slots {
                 }
             }
             assert_eq!((device.used_bytes, device.used_slots), (bytes, slots), "device {number}");
+            assert_eq!(device.retired_bytes, retired, "retired slots of device {number}");
         }
         assert!(self.classes.iter().map(|class| class.used).eq(used), "slots in use by size");
     }
@@ -414,7 +535,30 @@ impl Region {
     }
 }
 
+impl Region {
+    /// Lists the unread slots as free. True when the region is to be listed as open.
+    fn settle(&mut self) -> bool {
+        for owner in self.owners.iter_mut().filter(|owner| **owner == UNREAD) {
+            *owner = FREE;
+        }
+        self.free.clear();
+        let free = self.owners.iter().enumerate().rev().filter(|(_, owner)| **owner == FREE);
+        self.free.extend(free.map(|(index, _)| index as u32));
+        !self.free.is_empty() && !std::mem::replace(&mut self.open, true)
+    }
+}
+
 impl Device {
+    /// Bytes of all regions.
+    fn data_bytes(&self) -> u64 {
+        self.geometry.capacity_bytes.saturating_sub(self.geometry.data_offset)
+    }
+
+    /// Bytes that new images could have.
+    fn free_bytes(&self) -> u64 {
+        self.data_bytes().saturating_sub(self.used_bytes + self.retired_bytes)
+    }
+
     fn take(&mut self, number: u16, region: u32) -> Option<Slot> {
         let of = &mut self.regions[region as usize];
         let index = of.free.pop()?;
@@ -448,7 +592,7 @@ mod tests {
     #[test]
     fn every_slot_lies_inside_its_region_and_is_given_once() {
         let layout = device(65_536 + (5 << 20), 2 << 20);
-        let mut slots = Slots::new(&[layout], 1);
+        let mut slots = Slots::new(&[layout]);
         let mut seen = Vec::new();
         while let Some(allocation) = slots.allocate(slot_bytes(130_000)) {
             let Slot { offset, bytes, .. } = allocation.slot;
@@ -465,7 +609,7 @@ mod tests {
 
     #[test]
     fn consecutive_slots_are_adjacent_so_that_writes_coalesce() {
-        let mut slots = Slots::new(&[device(1 << 30, 64 << 20)], 1);
+        let mut slots = Slots::new(&[device(1 << 30, 64 << 20)]);
         let first = slots.allocate(8192).unwrap();
         let second = slots.allocate(8192).unwrap();
         assert_eq!(first.first_of_region, Some(0));
@@ -478,7 +622,7 @@ mod tests {
         let mut layout = device(65_536 + (1 << 20), 1 << 20);
         layout.region_slot_bytes = vec![262_144];
         layout.retired = vec![65_536 + 262_144];
-        let mut slots = Slots::new(&[layout], 1);
+        let mut slots = Slots::new(&[layout]);
         let mut offsets = Vec::new();
         while let Some(allocation) = slots.allocate(262_144) {
             offsets.push(allocation.slot.offset);
@@ -489,10 +633,48 @@ mod tests {
         assert_eq!(slots.allocate(262_144), None);
     }
 
+    /// Two files share what comes in while it comes in, in whole runs, and one that is ahead waits.
+    #[test]
+    fn devices_take_turns_by_the_space_they_have_left() {
+        let both = [device((64 << 20) + 65_536, 64 << 20), device((32 << 20) + 65_536, 32 << 20)];
+        let mut slots = Slots::new(&both);
+        let bytes = slot_bytes(60_000);
+        let per_run = (RUN_BYTES as usize).div_ceil(bytes as usize);
+        let mut order = Vec::new();
+        for _ in 0..12 * per_run {
+            let slot = slots.allocate(bytes).unwrap().slot;
+            order.push(slot.device);
+        }
+        assert!(order.chunks(per_run).all(|run| run.iter().all(|&at| at == run[0])), "{order:?}");
+        let runs = order.chunks(per_run).filter(|run| run[0] == 0).count();
+        assert_eq!(runs, 8, "two of three runs go to the larger one");
+        assert!(order[..3 * per_run].contains(&1), "it does not fill one first");
+        // One that was away has more room and gets more, not all.
+        slots.set_accepts_writes(1, false);
+        for _ in 0..16 * per_run {
+            assert_eq!(slots.allocate(bytes).unwrap().slot.device, 0);
+        }
+        slots.set_accepts_writes(1, true);
+        let mut counts = [0, 0];
+        for _ in 0..12 * per_run {
+            counts[usize::from(slots.allocate(bytes).unwrap().slot.device)] += 1;
+        }
+        assert!(counts[0] > 0 && counts[1] > 0, "{counts:?}");
+        while let Some(allocation) = slots.allocate(bytes) {
+            counts[usize::from(allocation.slot.device)] += 1;
+        }
+        assert!(!slots.has_free(bytes));
+        slots.free(Slot { device: 1, offset: 65_536, bytes });
+        assert!(slots.has_free(bytes));
+        let again = slots.allocate(bytes).unwrap().slot;
+        assert_eq!((again.device, again.offset), (1, 65_536));
+        slots.check(|_, _| {});
+    }
+
     #[test]
     fn a_device_that_takes_no_writes_is_passed_over() {
         let both = [device(64 << 20, 8 << 20), device(64 << 20, 8 << 20)];
-        let mut slots = Slots::new(&both, 1);
+        let mut slots = Slots::new(&both);
         slots.set_accepts_writes(0, false);
         for _ in 0..20 {
             assert_eq!(slots.allocate(8192).unwrap().slot.device, 1);

@@ -6,12 +6,13 @@
 
 use super::Core;
 use super::effect::{Effect, Effects, ImageIdentity, Slot};
-use super::event::{IoFault, Ticket};
+use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
 use super::index::PageId;
 use super::query::charge;
 use super::slots::slot_bytes;
 use super::stats::SpillOutcome;
+use super::write_budget::WriteBudget;
 
 /// What enters the spill set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -19,7 +20,9 @@ pub enum SpillPolicy {
     /// Every saved page.
     #[default]
     All,
-    /// Pages that a query has hit, as soon as it has.
+    /// Pages that a query has hit, as soon as it has, and pages that are saved again after they
+    /// left: both were wanted twice. And whatever comes while slots are free and hardly anything
+    /// waits to be written.
     Reuse,
 }
 
@@ -42,12 +45,23 @@ impl Core {
         if found.slot.is_some() || found.writing {
             self.stats.spill_offered += 1;
             self.stats.spilled(SpillOutcome::AlreadyThere);
-        } else if self.config.spill_policy == SpillPolicy::Reuse && found.hits == 0 {
+        } else if self.config.spill_policy == SpillPolicy::Reuse && !self.is_wanted(page) {
             self.stats.spill_offered += 1;
             self.stats.spilled(SpillOutcome::SkippedByPolicy);
         } else {
             self.offer_chain(page);
         }
+    }
+
+    /// Whether the `reuse` policy writes a page that was just saved: it was hit, or it was here before
+    /// and left, or writing it takes nothing from anybody.
+    fn is_wanted(&mut self, page: PageId) -> bool {
+        let found = &self.pages[page];
+        let known = self.history.take(found.namespace, found.era, &found.hash);
+        let bytes = slot_bytes(self.namespaces.get(found.namespace).image_bytes);
+        known
+            || found.hits > 0
+            || (self.spill_bytes < self.config.writes_in_flight_bytes && self.slots.has_free(bytes))
     }
 
     /// Offers a page that a query has hit, when the policy waited for that.
@@ -56,6 +70,15 @@ impl Core {
         let news = self.config.spill_policy == SpillPolicy::Reuse && !self.slots.is_empty();
         if news && found.indexed && found.is_resident() && !self.has_place_on_ssd(page) {
             self.offer_chain(page);
+        }
+    }
+
+    /// Remembers a page that leaves every tier: whoever computes it again gives it a place on SSD.
+    pub(super) fn remember(&mut self, page: PageId) {
+        if self.config.spill_policy == SpillPolicy::Reuse && !self.slots.is_empty() {
+            let found = &self.pages[page];
+            let bytes = slot_bytes(self.namespaces.get(found.namespace).image_bytes);
+            self.history.add(found.namespace, found.era, found.hash, bytes);
         }
     }
 
@@ -80,7 +103,14 @@ impl Core {
         found.slot.is_some() || found.writing || self.spill.contains(&self.pages, page)
     }
 
-    pub(super) fn pump_writes(&mut self, out: &mut Effects) {
+    pub(super) fn pump_writes(&mut self, now: Nanos, out: &mut Effects) {
+        if self.is_recovering() {
+            // Which slots are free is not known.
+            return;
+        }
+        if let Some(budget) = &mut self.write_budget {
+            budget.refill(now);
+        }
         // Slot sizes that have no slot to give now: pages of other sizes need not wait for them.
         let mut full: Vec<u32> = Vec::new();
         while !self.spill.is_empty() && self.may_write() {
@@ -91,7 +121,24 @@ impl Core {
         }
     }
 
+    /// Whether the write budget is used up.
+    pub(super) fn is_over_write_budget(&self) -> bool {
+        self.write_budget.as_ref().is_some_and(WriteBudget::is_held)
+    }
+
+    /// What is counted of a waiting page that has to leave DRAM.
+    pub(super) fn outcome_of_eviction(&self) -> SpillOutcome {
+        if self.is_over_write_budget() {
+            SpillOutcome::SkippedByPolicy
+        } else {
+            SpillOutcome::EvictedUnwritten
+        }
+    }
+
     fn may_write(&self) -> bool {
+        if self.is_over_write_budget() {
+            return false;
+        }
         self.flow.writes_in_flight == 0
             || (self.flow.writes_in_flight < self.config.writes_in_flight_max
                 && self.flow.writes_bytes < self.config.writes_in_flight_bytes)
@@ -133,6 +180,9 @@ impl Core {
             return false;
         };
         self.leave_spill(page);
+        if let Some(budget) = &mut self.write_budget {
+            budget.take(u64::from(slot_bytes));
+        }
         let image = ImageIdentity {
             namespace: fingerprint,
             hash,

@@ -14,7 +14,7 @@ pub enum SpillOutcome {
     AlreadyThere = 1,
     /// Forgotten before its write began.
     Superseded = 2,
-    /// The policy does not want it.
+    /// The policy does not want it, or it was evicted while the write budget was used up.
     SkippedByPolicy = 3,
     /// Evicted from DRAM before its write began.
     EvictedUnwritten = 4,
@@ -149,6 +149,10 @@ pub struct Gauges {
     pub speculative_budget_bytes: u64,
     pub spill_pages: u64,
     pub spill_bytes: u64,
+    /// Bytes that the write budget has left; 0 without one.
+    pub write_budget_bytes: u64,
+    /// Keys that the `reuse` policy remembers.
+    pub history_keys: u64,
     pub operations: u64,
     pub reads_in_flight: u64,
     pub writes_in_flight: u64,

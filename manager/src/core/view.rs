@@ -102,6 +102,8 @@ impl Core {
             speculative_budget_bytes: self.budget.speculative.limit(),
             spill_pages: self.spill.len() as u64,
             spill_bytes: self.spill_bytes,
+            write_budget_bytes: self.write_budget.map_or(0, |budget| budget.left_bytes()),
+            history_keys: self.history.len() as u64,
             operations: self.jobs.len() as u64,
             reads_in_flight: self.flow.reads_in_flight.into(),
             writes_in_flight: self.flow.writes_in_flight.into(),
@@ -131,6 +133,13 @@ impl Core {
         self.spill.is_empty() && self.flow.writes_in_flight == 0
     }
 
+    /// Whether a page that waits to be written can be: some device takes writes, and the write
+    /// budget is not used up.
+    pub fn spill_can_go_on(&self) -> bool {
+        self.flow.writes_in_flight > 0
+            || (!self.spill.is_empty() && !self.is_over_write_budget() && self.slots.take_writes())
+    }
+
     /// Whether nothing is in flight: no copy, read or write.
     pub fn is_quiet(&self) -> bool {
         let flow = &self.flow;
@@ -142,11 +151,14 @@ impl Core {
         self.jobs.len()
     }
 
-    /// When [`super::Event::Tick`] next has something to do.
+    /// When [`super::Event::Tick`] and a [`pump`](Self::pump) next have something to do.
     pub fn next_deadline(&self) -> Option<Nanos> {
         let expiry = self.leases.next_expiry().map(|(expires, _)| expires);
         let job = (self.next_deadline != Nanos::MAX).then_some(self.next_deadline);
-        expiry.into_iter().chain(job).min()
+        // Pages wait for more of the write budget.
+        let budget = self.write_budget.as_ref().filter(|_| !self.spill.is_empty());
+        let writes = budget.and_then(|budget| budget.resumes());
+        expiry.into_iter().chain(job).chain(writes).min()
     }
 
     /// Begins to drop every page from DRAM that nothing holds. Pages that are on SSD stay there.

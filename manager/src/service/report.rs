@@ -83,7 +83,8 @@ impl Service {
         }
         self.show_health();
         if let Some(storage) = &self.storage {
-            let devices = storage.mirrors(|device| self.core.device_usage(device));
+            let recovering = self.core.is_recovering();
+            let devices = storage.mirrors(recovering, |device| self.core.device_usage(device));
             self.telemetry.set_devices(devices);
             self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
             for (reason, times) in storage.stops() {
@@ -250,6 +251,8 @@ fn measure(counters: &mut Counters, gauges: &Gauges) {
     counters.set(Metric::SsdResidentPages, gauges.ssd_pages);
     counters.set(Metric::SpillWaitingPages, gauges.spill_pages + gauges.writes_in_flight);
     counters.set(Metric::SpillWaitingBytes, gauges.spill_bytes + gauges.writes_in_flight_bytes);
+    counters.set(Metric::SpillHistoryPages, gauges.history_keys);
+    counters.set(Metric::SsdWriteBudgetBytes, gauges.write_budget_bytes);
     counters.set(Metric::OperationsRunning, gauges.operations);
     counters.set(Metric::SessionsAttached, gauges.sessions);
     counters.set(Metric::LeasesHeld, gauges.leases);

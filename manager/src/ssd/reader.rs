@@ -15,7 +15,7 @@ use super::pulse::Pulse;
 use super::verifier::ReadResult;
 use super::window::Window;
 use super::worker::Duty;
-use crate::core::limits::READS_IN_FLIGHT_BYTES;
+use crate::core::limits::READS_IN_KERNEL_BYTES;
 use crate::core::{FOOTER_BYTES, RegionGeometry};
 use crate::core::{IoFault, Slot};
 
@@ -91,7 +91,7 @@ impl Reader {
         let image = padded_image(&order);
         let bytes = CHUNK_IMAGE_BYTES_MAX.min(image - sent);
         if !self.flight.has_failed(page) {
-            if !self.flight.has_room(bytes, READS_IN_FLIGHT_BYTES) {
+            if !self.flight.has_room(bytes, READS_IN_KERNEL_BYTES) {
                 return false;
             }
             let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
@@ -121,7 +121,7 @@ impl Reader {
         {
             let image = padded_image(&next);
             let total = chunk.image_bytes() + image;
-            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READS_IN_FLIGHT_BYTES)
+            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READS_IN_KERNEL_BYTES)
             {
                 break;
             }
@@ -179,7 +179,7 @@ impl Duty for Reader {
                 continue;
             }
             if self.backlog.front().is_some_and(ReadOrder::is_probe) {
-                if !self.flight.has_room(0, READS_IN_FLIGHT_BYTES) {
+                if !self.flight.has_room(0, READS_IN_KERNEL_BYTES) {
                     return;
                 }
                 if let Some(order) = self.backlog.pop_front() {
@@ -190,7 +190,7 @@ impl Duty for Reader {
             let small = |order| is_small(&order).then_some(order);
             self.window.refill(&mut self.backlog, small, |order| order.slot.offset);
             if let Some(order) = self.window.front() {
-                if !self.flight.has_room(padded_image(&order), READS_IN_FLIGHT_BYTES) {
+                if !self.flight.has_room(padded_image(&order), READS_IN_KERNEL_BYTES) {
                     return;
                 }
                 self.window.pop();

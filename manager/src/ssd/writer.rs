@@ -252,6 +252,9 @@ impl Writer {
                 let _ = self.metadata.record_region(region, slot_bytes);
             }
             WriterCommand::Retire { offset } => self.metadata.retire(offset),
+            WriterCommand::Unforget { namespace, generation } => {
+                self.metadata.unforget(namespace, generation);
+            }
             WriterCommand::Forget { ticket, namespace, generation } => {
                 let recorded = self.metadata.record_forget(namespace, generation);
                 let fault = recorded.err().map(|error| fault_of(&error));
@@ -340,6 +343,8 @@ impl Duty for Writer {
                 WriterCommand::Region { region, slot_bytes } => {
                     _ = self.metadata.note_region(region, slot_bytes);
                 }
+                // One too many does no harm.
+                WriterCommand::Unforget { .. } => {}
             }
         }
     }

@@ -10,7 +10,7 @@ use orbitkv_shm_protocol::record::RequestKind;
 use orbitkv_shm_protocol::telemetry::{
     DeviceFault, DeviceRow, LEASE_ROWS, LeaseRow, NAMESPACE_ROWS, NamespaceRow, OPERATION_ROWS,
     OperationRow, OperationStage, SessionRow, SessionState, SsdEngine, SsdFault, SsdHealth,
-    text_words,
+    SsdRecovery, text_words,
 };
 
 use crate::core::{CopyFault, IoFault};
@@ -174,6 +174,14 @@ pub struct DeviceMirror<'a> {
     pub health: SsdHealth,
     /// How its writes make room for its reads.
     pub pace: PaceMirror,
+    /// Whether its pages were found again.
+    pub recovery: SsdRecovery,
+    /// Slots of its regions at the start.
+    pub scan_slots: u64,
+    /// Those that were looked at since.
+    pub scanned_slots: u64,
+    /// Bytes that were read for that.
+    pub scan_read_bytes: u64,
 }
 
 /// How the writes of a device make room for its reads.
@@ -207,6 +215,10 @@ impl From<DeviceMirror<'_>> for DeviceRow {
             write_inflight_limit_bytes: device.pace.write_inflight_limit_bytes,
             small_read_ns: device.pace.small_read_ns,
             large_read_ns: device.pace.large_read_ns,
+            recovery: device.recovery.to_word(),
+            scan_slots: device.scan_slots,
+            scanned_slots: device.scanned_slots,
+            scan_read_bytes: device.scan_read_bytes,
         }
     }
 }

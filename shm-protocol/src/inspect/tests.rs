@@ -15,7 +15,8 @@ use crate::telemetry::{
     CONFIG, DEVICES, DeviceRow, HISTOGRAM_WORDS, HTTP_WORDS, Identity, Latency, LeaseRow,
     METRIC_WORDS, ManagerState, Metric, NAMESPACES, NUMBERS, NamespaceRow, OperationRow,
     OperationStage, PAGE_MODE_WORDS, SegmentWriter, SessionRow, SessionState, SsdEngine, SsdFault,
-    SsdHealth, TEXTS, bucket_of, leases_group, operations_group, session_group, text_words,
+    SsdHealth, SsdRecovery, TEXTS, bucket_of, leases_group, operations_group, session_group,
+    text_words,
 };
 
 const SECOND: u64 = 1_000_000_000;
@@ -114,6 +115,10 @@ fn busy_writer() -> SegmentWriter {
             write_inflight_limit_bytes: 0,
             small_read_ns: [0; 2],
             large_read_ns: [0; 2],
+            recovery: SsdRecovery::Scanning.to_word(),
+            scan_slots: 100,
+            scanned_slots: 60,
+            scan_read_bytes: 60 * 4096,
         }],
     );
     writer.update_table(
@@ -161,7 +166,8 @@ fn json_has_the_promised_shape() {
     );
     promised(
         &json["ssd"][0],
-        "path capacity_bytes used_bytes slots reading writing engine direct preallocated health",
+        "path capacity_bytes used_bytes slots reading writing engine direct preallocated health \
+         recovery scan_slots scanned_slots",
     );
     promised(&json["budget"], "total_bytes speculative_bytes limits");
     promised(

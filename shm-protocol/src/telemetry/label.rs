@@ -138,7 +138,7 @@ label_enum! {
         AlreadyThere => "already_there",
         /// Forgotten, or offered again, before its write began.
         Superseded => "superseded",
-        /// The spill policy did not want it.
+        /// The spill policy did not want it, or it had to leave while the write budget was used up.
         SkippedByPolicy => "skipped_by_policy",
         /// DRAM turned over faster than the device could write.
         EvictedUnwritten => "evicted_unwritten",
@@ -308,6 +308,22 @@ label_enum! {
         Uring => "uring",
         /// A pair of threads with `preadv` and `pwritev`.
         Blocking => "blocking",
+    }
+}
+
+label_enum! {
+    /// Whether what an SSD device holds was found again after the start.
+    SsdRecovery, "recovery" {
+        /// Its footers are being read: no reads, no writes, no hits yet.
+        Scanning => "scanning",
+        /// The pages that were found are being taken over: hits as they come, no writes yet.
+        TakingOver => "taking_over",
+        /// It is in use.
+        Done => "done",
+        /// Its footers could not be read: off until the next start.
+        Unreadable => "unreadable",
+        /// No footer came for 30 s: off until the next start.
+        Stalled => "stalled",
     }
 }
 

@@ -194,6 +194,8 @@ metrics! {
     SpillWaitingPages => Gauge Pages "orbitkv_spill_waiting_pages";
     /// Bytes that wait in the spill set or are being written.
     SpillWaitingBytes => Gauge Bytes "orbitkv_spill_waiting_bytes";
+    /// Pages that are gone and whose keys the spill policy `reuse` remembers.
+    SpillHistoryPages => Gauge Pages "orbitkv_spill_history_pages";
 
     /// Pages that have a slot on SSD.
     SsdResidentPages => Gauge Pages "orbitkv_ssd_resident_pages";
@@ -215,6 +217,8 @@ metrics! {
     SsdStops(reason: SsdStop) => Counter Count "orbitkv_ssd_stops_total";
     /// Writes that found the bounded queue of their device full; zero in normal work.
     SsdWriteQueueFull => Counter Count "orbitkv_ssd_write_queue_full_total";
+    /// Bytes that the daily write budget lets be written at once; 0 also without a budget.
+    SsdWriteBudgetBytes => Gauge Bytes "orbitkv_ssd_write_budget_bytes";
     /// Pages whose slot was given up for another page.
     SsdEvictedPages => Counter Pages "orbitkv_ssd_evicted_pages_total";
     /// Slots that are never used again because their bytes could not be read or written.

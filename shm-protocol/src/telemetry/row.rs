@@ -37,6 +37,14 @@ pub struct DeviceRow {
     pub small_read_ns: [u64; 2],
     /// The same for larger pages.
     pub large_read_ns: [u64; 2],
+    /// [`SsdRecovery`](super::SsdRecovery) as a word.
+    pub recovery: u64,
+    /// Slots of its regions at the start.
+    pub scan_slots: u64,
+    /// Those that were looked at since.
+    pub scanned_slots: u64,
+    /// Bytes that were read for that.
+    pub scan_read_bytes: u64,
 }
 
 /// One session and its rings.

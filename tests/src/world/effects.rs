@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use orbitkv_manager::core::{CopyPage, Direction, Effect, PageView, PeerFault};
+use orbitkv_manager::core::{CopyPage, Direction, Effect, ImageIdentity, PageView, PeerFault};
 use orbitkv_shm_protocol::ids::{PageHash, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{
     Completion, PageOutcome, PageResult, QueryMode, RequestBody, RequestKind, Status,
@@ -50,6 +50,8 @@ impl World {
                         _ => false,
                     };
                     assert!(!self.work.iter().any(overlaps), "{slot:?} is in use");
+                    self.check_found_again(&image);
+                    self.check_write_budget(slot.bytes);
                     self.work.push(Work::Write { ticket, extent, slot, image });
                 }
                 Effect::RecordRegion { device, region, slot_bytes } => {
@@ -79,6 +81,33 @@ impl World {
         }
         out.clear();
         self.out = out;
+    }
+
+    /// A page is written only when the parent that its footer names is on SSD or on its way there:
+    /// else nobody could find it again.
+    fn check_found_again(&self, image: &ImageIdentity) {
+        let Some(parent) = image.parent else { return };
+        let parent_key = (image.namespace, parent);
+        let on_its_way = self.work.iter().any(|work| match work {
+            Work::Write { image, .. } => (image.namespace, image.hash) == parent_key,
+            _ => false,
+        });
+        let there = || {
+            let mut pages = self.core.page_views();
+            pages.any(|page| (page.namespace, page.hash) == parent_key && page.slot.is_some())
+        };
+        assert!(on_its_way || there(), "written without its parent: {image:?}");
+    }
+
+    /// No more is written than the budget of the time since the start, an hour more, and the slot
+    /// that used it up.
+    fn check_write_budget(&mut self, slot_bytes: u32) {
+        let Some(bytes_a_day) = self.config.write_budget_bytes_a_day else { return };
+        let hour = 3_600_000_000_000;
+        let time = u128::from(self.now - self.began + hour);
+        let allowed = u128::from(bytes_a_day) * time / (24 * u128::from(hour));
+        assert!(u128::from(self.ordered_bytes) <= allowed, "over the write budget");
+        self.ordered_bytes += u64::from(slot_bytes);
     }
 
     fn closed(&mut self, session: SessionId, fault: PeerFault) {

@@ -3,7 +3,7 @@
 use orbitkv_engine::{DependencySpec, NamespaceSpec};
 use orbitkv_manager::core::{
     Core, CoreConfig, DeviceLayout, Direction, Effect, Effects, Event, Nanos, RegionGeometry,
-    slot_bytes,
+    SpillPolicy, slot_bytes,
 };
 use orbitkv_shm_protocol::ids::{
     EngineId, LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId,
@@ -15,7 +15,7 @@ use orbitkv_shm_protocol::record::{
 };
 
 use super::second_tier::SecondTier;
-use super::{Policy, Row};
+use super::{Policy, Row, Spill};
 use crate::content::PageSpace;
 use crate::trace::{Request, TraceInfo};
 
@@ -52,7 +52,13 @@ pub struct Simulation {
 
 impl Simulation {
     /// A cold cache of `dram_pages`, with an SSD tier of `ssd_pages` unless that is 0.
-    pub fn new(info: &TraceInfo, dram_pages: u64, ssd_pages: u64, policy: Policy) -> Self {
+    pub fn new(
+        info: &TraceInfo,
+        dram_pages: u64,
+        ssd_pages: u64,
+        policy: Policy,
+        spill: Spill,
+    ) -> Self {
         let exclusive = policy == Policy::Lru;
         let mut config = CoreConfig {
             // Simulated engines lease one prompt at a time; budgets are no part of the question.
@@ -60,6 +66,10 @@ impl Simulation {
             session_budget_bytes: u64::MAX / 4,
             copy_quantum_bytes: u64::MAX,
             report_drops: exclusive,
+            spill_policy: match spill {
+                Spill::All => SpillPolicy::All,
+                Spill::Reuse => SpillPolicy::Reuse,
+            },
             ..CoreConfig::with_dram(dram_pages * u64::from(PAGE_BYTES))
         };
         if ssd_pages > 0 && !exclusive {
@@ -102,6 +112,8 @@ impl Simulation {
                 dram_pages,
                 ssd_pages,
                 replacement: policy,
+                spill,
+                written_pages: 0,
                 requests: 0,
                 accesses: 0,
                 hit_pages_dram: 0,
@@ -116,8 +128,9 @@ impl Simulation {
 
     /// What it hit so far.
     pub fn row(&self) -> Row {
-        let mut row = self.row;
+        let mut row = Row { written_pages: self.core.stats().ssd_pages_written, ..self.row };
         if let Some(second) = &self.second {
+            row.written_pages = second.demoted;
             row.demoted_pages = Some(second.demoted);
             row.promoted_pages = Some(second.promoted);
             row.dropped_pages = Some(second.dropped);

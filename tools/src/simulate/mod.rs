@@ -41,6 +41,9 @@ pub(crate) struct SimulateArgs {
     /// second tier
     #[arg(long, value_name = "NAME", value_enum, default_value_t = Policy::PrefixLru)]
     replacement: Policy,
+    /// Which saved pages are written to SSD: all, or those with evidence of reuse
+    #[arg(long, value_name = "all|reuse", value_enum, default_value_t = Spill::All)]
+    spill: Spill,
     /// Use only the first N requests
     #[arg(long, value_name = "N", value_parser = within(1, u64::MAX))]
     limit: Option<u64>,
@@ -59,6 +62,16 @@ pub enum Policy {
     Lru,
 }
 
+/// What is written to SSD.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Spill {
+    /// Every saved page.
+    All,
+    /// Pages that were hit, or saved again after they left.
+    Reuse,
+}
+
 /// One size and what it hit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct Row {
@@ -68,6 +81,10 @@ pub struct Row {
     pub ssd_pages: u64,
     /// Policy.
     pub replacement: Policy,
+    /// What was written to the SSD tier.
+    pub spill: Spill,
+    /// Pages written to the SSD tier.
+    pub written_pages: u64,
     /// Requests.
     pub requests: u64,
     /// Pages that they asked for.
@@ -97,7 +114,7 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Exit, ToolError> {
     let mut simulations: Vec<Simulation> = args
         .dram_pages
         .iter()
-        .map(|dram| Simulation::new(&info, *dram, args.ssd_pages, args.replacement))
+        .map(|dram| Simulation::new(&info, *dram, args.ssd_pages, args.replacement, args.spill))
         .collect();
     let limit = usize::try_from(args.limit.unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
     for request in reader.take(limit) {
@@ -122,6 +139,7 @@ fn table(rows: &[Row]) -> Table {
         "accesses",
         "DRAM hits",
         "SSD hits",
+        "SSD writes",
         "hit",
         "tokens",
     ]);
@@ -134,6 +152,7 @@ fn table(rows: &[Row]) -> Table {
             row.accesses.to_string(),
             row.hit_pages_dram.to_string(),
             row.hit_pages_ssd.to_string(),
+            row.written_pages.to_string(),
             format!("{:.2} %", hits as f64 / row.accesses.max(1) as f64 * 100.0),
             row.hit_tokens.to_string(),
         ]);

@@ -33,11 +33,10 @@ impl Bench {
             engine: EngineChoice::Auto,
             write_in_flight_bytes: 2 * MIB,
             slot_bytes_max: 0,
-            arena_bytes: Vec::new(),
         };
-        let (tier, recovery) = SsdTier::open(&config, pool, Arc::new(|| {})).unwrap();
-        let geometry = recovery.devices[0].geometry;
-        let storage = Storage::new(tier, recovery.devices);
+        let (tier, devices) = SsdTier::open(&config, &[], pool, Arc::new(|| {})).unwrap();
+        let geometry = devices[0].geometry;
+        let storage = Storage::new(tier, devices);
         let extent = Extent { arena: 0, offset: 0, bytes: 4096 };
         let mut bench = Self { storage, geometry, extent, _folder: folder };
         for device in 0..2 {

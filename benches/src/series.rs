@@ -21,13 +21,13 @@ pub struct Row {
 
 /// Numbers in the order in which they were first seen.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Series {
+pub(crate) struct Series {
     named: Vec<(String, Vec<f64>)>,
 }
 
 impl Series {
     /// Adds what one round found.
-    pub(super) fn add(&mut self, name: impl Into<String>, value: f64) {
+    pub(crate) fn add(&mut self, name: impl Into<String>, value: f64) {
         let name = name.into();
         match self.named.iter_mut().find(|(known, _)| *known == name) {
             Some((_, values)) => values.push(value),
@@ -36,18 +36,18 @@ impl Series {
     }
 
     /// What every round found, in order.
-    pub(super) fn values(&self, name: &str) -> &[f64] {
+    pub(crate) fn values(&self, name: &str) -> &[f64] {
         let found = self.named.iter().find(|(known, _)| known == name);
         found.map_or(&[], |(_, values)| values)
     }
 
     /// What the last round found.
-    pub(super) fn last(&self, name: &str) -> f64 {
+    pub(crate) fn last(&self, name: &str) -> f64 {
         self.values(name).last().copied().unwrap_or(f64::NAN)
     }
 
     /// Median and range of every number.
-    pub(super) fn rows(&self) -> Vec<Row> {
+    pub(crate) fn rows(&self) -> Vec<Row> {
         let row = |(name, values): &(String, Vec<f64>)| Row {
             name: name.clone(),
             median: median(values),
@@ -60,7 +60,7 @@ impl Series {
 }
 
 /// Puts `value` where `name` says, making the objects on the way.
-pub(super) fn put(into: &mut Map<String, Value>, name: &str, value: Value) {
+pub(crate) fn put(into: &mut Map<String, Value>, name: &str, value: Value) {
     match name.split_once('/') {
         None => {
             into.insert(name.to_owned(), value);
@@ -75,7 +75,7 @@ pub(super) fn put(into: &mut Map<String, Value>, name: &str, value: Value) {
 }
 
 /// A number as JSON: whole where it is whole, else to four places.
-pub(super) fn number(value: f64) -> Value {
+pub(crate) fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 9e15 {
         json!(value as i64)
     } else {

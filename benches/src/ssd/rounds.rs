@@ -1,0 +1,195 @@
+//! The rounds of one page size: ours and the plain loop in turn.
+
+use super::Options;
+use super::field::{Buffers, Field, Walk};
+use super::floor::{choose, speed};
+use super::ours::{Load, Ours, Reads};
+use super::raw::{Op, Raw, Way};
+use super::slice::{Slice, percentile_us};
+use crate::error::BenchError;
+use crate::series::Series;
+
+/// Everything that the rounds of one page size need.
+pub(super) struct Rounds<'a> {
+    pub(super) options: &'a Options,
+    pub(super) ours: &'a mut Ours,
+    pub(super) raw: &'a mut Raw,
+    pub(super) field: Field,
+    pub(super) buffers: Buffers,
+    pub(super) series: &'a mut Series,
+    pub(super) step: &'a mut dyn FnMut(),
+}
+
+/// The slots of one measurement and how the plain loop goes over them.
+struct Course {
+    reads: Walk,
+    writes: Walk,
+    read_way: Way,
+    write_way: Way,
+}
+
+impl Rounds<'_> {
+    /// Fills the slots, chooses the floor, measures.
+    pub(super) fn run(mut self) -> Result<(), BenchError> {
+        self.ours.fill(&mut self.field, &self.buffers)?;
+        self.done()?;
+        let mut course = self.course(1)?;
+        let mut mixed = Mixed::new(&self.field);
+        for round in 0..self.options.pairs {
+            self.pairs(&mut course, round, "")?;
+            self.mixed(&mut mixed, round)?;
+        }
+        self.note("read_p99_alone_pooled_us", percentile_us(&mut mixed.alone, 99));
+        self.note("read_p99_under_write_pooled_us", percentile_us(&mut mixed.under_write, 99));
+        self.note("read_samples_alone", mixed.alone.len() as f64);
+        self.note("read_samples_under_write", mixed.under_write.len() as f64);
+        if self.ours.devices.len() > 1 {
+            self.scaling(&mut course)?;
+        }
+        Ok(())
+    }
+
+    /// How the plain loop is fastest on the first `devices` devices.
+    fn course(&mut self, devices: u16) -> Result<Course, BenchError> {
+        let walk = self.field.walk(devices);
+        let (mut reads, mut writes) = (walk.clone(), walk);
+        let (raw, field, buffers) = (&mut *self.raw, &mut self.field, &self.buffers);
+        let read_way = choose(raw, (field, buffers), (&mut reads, Op::Read), self.options)?;
+        self.done()?;
+        let (raw, field, buffers) = (&mut *self.raw, &mut self.field, &self.buffers);
+        let write_way = choose(raw, (field, buffers), (&mut writes, Op::Write), self.options)?;
+        self.done()?;
+        let place = if devices == 1 { "" } else { "all_devices/" };
+        for (op, way) in [("read", read_way), ("write", write_way)] {
+            self.note(&format!("{place}raw_{op}_depth"), way.depth.into());
+            self.note(&format!("{place}raw_{op}_request_bytes"), way.request_bytes.into());
+        }
+        Ok(Course { reads, writes, read_way, write_way })
+    }
+
+    /// A slice of each side in each direction; who begins changes from round to round.
+    fn pairs(&mut self, course: &mut Course, round: u32, place: &str) -> Result<(), BenchError> {
+        for (op, name) in [(Op::Read, "read"), (Op::Write, "write")] {
+            let (ours, raw) = if round.is_multiple_of(2) {
+                let ours = self.ours(course, op)?;
+                (ours, self.raw(course, op)?)
+            } else {
+                let raw = self.raw(course, op)?;
+                (self.ours(course, op)?, raw)
+            };
+            let (our_speed, raw_speed) = (speed(&ours, op), speed(&raw, op));
+            self.add(&format!("{place}ours_{name}_gb_per_s"), our_speed);
+            self.add(&format!("{place}raw_{name}_gb_per_s"), raw_speed);
+            self.add(&format!("{place}{name}_ratio"), our_speed / raw_speed);
+            let cpu = ours.cpu_seconds_per_gib();
+            self.add(&format!("{place}ours_{name}_cpu_seconds_per_gib"), cpu);
+            let cpu = raw.cpu_seconds_per_gib();
+            self.add(&format!("{place}raw_{name}_cpu_seconds_per_gib"), cpu);
+        }
+        Ok(())
+    }
+
+    fn ours(&mut self, course: &mut Course, op: Op) -> Result<Slice, BenchError> {
+        let load = match op {
+            Op::Read => Load { reads: Some((&mut course.reads, Reads::Many)), writes: None },
+            Op::Write => Load { reads: None, writes: Some(&mut course.writes) },
+        };
+        if op == Op::Write {
+            self.ours.rest();
+        }
+        let slice = self.ours.slice(&mut self.field, &self.buffers, load, self.options.slice)?;
+        self.done()?;
+        Ok(slice)
+    }
+
+    fn raw(&mut self, course: &mut Course, op: Op) -> Result<Slice, BenchError> {
+        let job = match op {
+            Op::Read => (&mut course.reads, op, course.read_way),
+            Op::Write => (&mut course.writes, op, course.write_way),
+        };
+        let slice = self.raw.slice(&mut self.field, &self.buffers, job, self.options.slice)?;
+        self.done()?;
+        Ok(slice)
+    }
+
+    /// Demand reads one by one: alone, then beside writes, or the other way round.
+    fn mixed(&mut self, mixed: &mut Mixed, round: u32) -> Result<(), BenchError> {
+        let mut slices = [Slice::default(), Slice::default()];
+        for turn in 0..2 {
+            let under_write = (round + turn).is_multiple_of(2);
+            let load = Load {
+                reads: Some((&mut mixed.reads, Reads::OneByOne)),
+                writes: under_write.then_some(&mut mixed.writes),
+            };
+            let length = self.options.slice;
+            slices[usize::from(under_write)] =
+                self.ours.slice(&mut self.field, &self.buffers, load, length)?;
+            self.done()?;
+        }
+        let [alone, under_write] = slices;
+        let (p99_alone, p99_under_write) = (alone.read_us(99), under_write.read_us(99));
+        self.add("read_p50_alone_us", alone.read_us(50));
+        self.add("read_p50_under_write_us", under_write.read_us(50));
+        self.add("read_p99_alone_us", p99_alone);
+        self.add("read_p99_under_write_us", p99_under_write);
+        self.add("read_p99_ratio", p99_under_write / p99_alone);
+        self.add("read_alone_gb_per_s", alone.read_gb_per_s());
+        self.add("read_under_write_gb_per_s", under_write.read_gb_per_s());
+        let writes = under_write.write_gb_per_s();
+        let lone = self.last("ours_write_gb_per_s");
+        self.add("write_under_read_gb_per_s", writes);
+        self.add("write_under_read_ratio", writes / lone);
+        mixed.alone.extend(alone.read_ns);
+        mixed.under_write.extend(under_write.read_ns);
+        Ok(())
+    }
+
+    /// All devices together beside the first one alone.
+    fn scaling(&mut self, one: &mut Course) -> Result<(), BenchError> {
+        let devices = self.ours.devices.len() as u16;
+        let mut all = self.course(devices)?;
+        for round in 0..self.options.pairs {
+            self.pairs(one, round, "one_device/")?;
+            self.pairs(&mut all, round, "all_devices/")?;
+            for name in ["ours_read", "raw_read", "ours_write", "raw_write"] {
+                let of = |place| self.last(&format!("{place}/{name}_gb_per_s"));
+                let ratio = of("all_devices") / of("one_device");
+                self.add(&format!("all_devices/{name}_scaling"), ratio);
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, name: &str, value: f64) {
+        self.series.add(format!("{}/{name}", self.field.page_bytes), value);
+    }
+
+    /// A number that no round repeats.
+    fn note(&mut self, name: &str, value: f64) {
+        self.add(name, value);
+    }
+
+    fn last(&self, name: &str) -> f64 {
+        self.series.last(&format!("{}/{name}", self.field.page_bytes))
+    }
+
+    fn done(&mut self) -> Result<(), BenchError> {
+        (self.step)();
+        if (self.options.interrupted)() { Err(BenchError::Interrupted) } else { Ok(()) }
+    }
+}
+
+/// The slots of the mixed slices, of the first device: those that are read are never written.
+struct Mixed {
+    reads: Walk,
+    writes: Walk,
+    alone: Vec<u64>,
+    under_write: Vec<u64>,
+}
+
+impl Mixed {
+    fn new(field: &Field) -> Self {
+        let (reads, writes) = field.walk(1).split();
+        Self { reads, writes, alone: Vec::new(), under_write: Vec::new() }
+    }
+}
