@@ -366,7 +366,8 @@ fn ssd_03_a_manager_with_slow_reads_ends_in_order(engine: &str) {
         let mut client = rig.attach("stop", 64);
         let pages = hashes(1, 0..64);
         rig.on_ssd(&mut client, &pages);
-        let slow = Effect::Delay(Duration::from_secs(1));
+        // Eight threads need eight turns.
+        let slow = Effect::Delay(Duration::from_millis(300));
         let slow = rig.disk.inject(Fault::new(On::Reads, slow));
         let scope = client.scope;
         let deadline = Deadline::after(2 * PATIENCE);
