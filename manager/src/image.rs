@@ -95,34 +95,35 @@ impl<'memory> DramSlice<'memory> {
     }
 }
 
-/// Image memory on the heap: one arena, for tests that have no business with a pool.
-#[cfg(test)]
+/// Alignment of memory that `O_DIRECT` reads into.
+#[repr(C, align(4096))]
+struct Block([u8; 4096]);
+
+/// Image memory on the heap: one arena, aligned for direct I/O, for whoever must not use the pool.
 pub(crate) struct HeapImages {
-    /// Words, so that the arena is aligned; `UnsafeCell`, because slices write through `&self`.
-    words: Box<[std::cell::UnsafeCell<u64>]>,
+    /// `UnsafeCell`, because slices write through `&self`.
+    blocks: Box<[std::cell::UnsafeCell<Block>]>,
 }
 
 // SAFETY: the bytes are reached through slices only, whose holders keep law 1.
-#[cfg(test)]
 unsafe impl Sync for HeapImages {}
 
-#[cfg(test)]
 impl HeapImages {
     /// Zeroed memory of at least `bytes` bytes as arena 0.
     pub(crate) fn new(bytes: usize) -> Self {
-        Self { words: (0..bytes.div_ceil(8)).map(|_| std::cell::UnsafeCell::new(0)).collect() }
+        let blocks = 0..bytes.div_ceil(size_of::<Block>());
+        Self { blocks: blocks.map(|_| std::cell::UnsafeCell::new(Block([0; 4096]))).collect() }
     }
 }
 
-#[cfg(test)]
 impl ImageMemory for HeapImages {
     fn slice(&self, extent: Extent) -> Option<DramSlice<'_>> {
         let offset = usize::try_from(extent.offset).ok()?;
         let bytes = extent.bytes as usize;
-        if extent.arena != 0 || offset.checked_add(bytes)? > self.words.len() * 8 {
+        if extent.arena != 0 || offset.checked_add(bytes)? > size_of_val(&*self.blocks) {
             return None;
         }
-        let base = NonNull::from(&*self.words).cast::<u8>();
+        let base = NonNull::from(&*self.blocks).cast::<u8>();
         // SAFETY: offset + bytes is at most the length of the allocation (checked just above).
         let start = unsafe { base.add(offset) };
         // SAFETY: initialised, writable behind `UnsafeCell`, and borrowed with `self`.

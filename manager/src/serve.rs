@@ -27,14 +27,14 @@ use crate::config::{
     Config, ConfigError, DeviceKind, HugePages, Machine, Priority, ServeArgs, SpillPolicy,
     SsdEngine, Words, usage_line,
 };
-use crate::core::{Core, CoreConfig, DeviceLayout, Effects, slot_bytes};
+use crate::core::{Core, CoreConfig, DeviceLayout, slot_bytes};
 use crate::device::HostDevice;
 use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
 use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
 use crate::pool::{self, DramPool, PageMode, PoolConfig};
 use crate::service::{Service, ServiceParts, Storage};
-use crate::ssd::{ClaimedTier, EngineChoice, MadeFiles, Recovery, SsdConfig, SsdTier};
+use crate::ssd::{ClaimedTier, DeviceInfo, EngineChoice, MadeFiles, SsdConfig, SsdTier};
 use crate::telemetry::{Telemetry, TelemetryIdentity, TelemetryReader};
 use crate::wake;
 pub use log::LOG_VARIABLE;
@@ -221,18 +221,14 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     let http_address = http.as_ref().map(|http| http.address().to_string());
     telemetry.set_texts(pool.page_mode().label(), http_address.as_deref());
     let mut core_config = core_config(config, pool.arena_bytes(), hash_seed);
-    let (mut storage_parts, mut recovered) = (None, Vec::new());
-    if let Some((tier, recovery)) = storage {
-        core_config.devices = device_layouts(&recovery);
-        core_config.last_generation = recovery.highest_generation;
-        recovered = recovery.pages;
-        storage_parts = Some(Storage::new(tier, recovery.devices));
+    let mut storage_parts = None;
+    if let Some((tier, devices)) = storage {
+        core_config.devices = device_layouts(&devices);
+        storage_parts = Some(Storage::new(tier, devices));
     }
     let mut core = Core::new(core_config);
-    core.recover(recovered, &mut Effects::default());
-    let (pages, orphans) = (core.stats().recovered_pages, core.stats().recovered_dropped);
-    if pages + orphans > 0 {
-        tracing::info!(pages, orphans, "pages on ssd were taken over");
+    if storage_parts.is_some() {
+        core.begin_recovery();
     }
     let parts = ServiceParts {
         core,
@@ -331,23 +327,22 @@ fn claim_storage(config: &Config) -> Result<Option<ClaimedTier>, ServeError> {
         },
         write_in_flight_bytes: ssd.write_in_flight_bytes,
         slot_bytes_max,
-        arena_bytes: Vec::new(),
     };
     Ok(Some(ClaimedTier::claim(&tier)?))
 }
 
-/// Finds out what is on the SSD files and starts their workers.
+/// Starts the workers of the SSD files, and the search for what is on them.
 fn start_storage(
     claimed: ClaimedTier,
     pool: &Arc<DramPool>,
     bell: &ControlBell,
-) -> Result<(SsdTier, Recovery), ServeError> {
+) -> Result<(SsdTier, Vec<DeviceInfo>), ServeError> {
     let ringer = bell.ringer();
     let notify = Arc::new(move || {
         ringer.ring();
     });
-    let (tier, recovery) = SsdTier::start(claimed, &pool.arena_bytes(), pool.clone(), notify)?;
-    for device in &recovery.devices {
+    let (tier, devices) = SsdTier::start(claimed, &pool.arena_bytes(), pool.clone(), notify)?;
+    for device in &devices {
         tracing::info!(
             path = %device.path.display(),
             bytes = device.geometry.capacity_bytes,
@@ -358,21 +353,15 @@ fn start_storage(
             "ssd file is open"
         );
     }
-    warn_of_unregistered_memory(&recovery, pool.bytes());
-    let counts = recovery.counts;
-    tracing::info!(
-        valid = counts.valid,
-        torn = counts.torn,
-        stale = counts.stale,
-        empty = counts.empty,
-        "ssd slots were read"
-    );
-    Ok((tier, recovery))
+    warn_of_unregistered_memory(&devices, pool.bytes());
+    let slots: u64 = tier.scans().map(|scan| scan.slots).sum();
+    tracing::info!(slots, "ssd slots are being read; DRAM is served meanwhile");
+    Ok((tier, devices))
 }
 
 /// One line for all rings: it is one limit that they share.
-fn warn_of_unregistered_memory(recovery: &Recovery, pool_bytes: u64) {
-    let modes = recovery.devices.iter().flat_map(|device| [device.read_mode, device.write_mode]);
+fn warn_of_unregistered_memory(devices: &[DeviceInfo], pool_bytes: u64) {
+    let modes = devices.iter().flat_map(|device| [device.read_mode, device.write_mode]);
     let refused: Vec<_> = modes.clone().filter_map(|mode| mode.register_errno).collect();
     let Some(errno) = refused.first() else { return };
     let limit = rustix::process::getrlimit(Resource::Memlock);
@@ -383,7 +372,7 @@ fn warn_of_unregistered_memory(recovery: &Recovery, pool_bytes: u64) {
         %errno,
         rings = modes.count(),
         refused = refused.len(),
-        needed_bytes = pool_bytes.saturating_mul(2 * recovery.devices.len() as u64),
+        needed_bytes = pool_bytes.saturating_mul(2 * devices.len() as u64),
         memlock_soft_bytes = bytes(limit.current),
         memlock_hard_bytes = bytes(limit.maximum),
         "DRAM is not registered with every ring, which costs a little CPU and nothing else: raise \
@@ -393,8 +382,8 @@ fn warn_of_unregistered_memory(recovery: &Recovery, pool_bytes: u64) {
 }
 
 /// The files as `core` sees them.
-fn device_layouts(recovery: &Recovery) -> Vec<DeviceLayout> {
-    let layouts = recovery.devices.iter().map(|device| DeviceLayout {
+fn device_layouts(devices: &[DeviceInfo]) -> Vec<DeviceLayout> {
+    let layouts = devices.iter().map(|device| DeviceLayout {
         geometry: device.geometry,
         region_slot_bytes: device.regions.iter().map(|bytes| bytes.unwrap_or(0)).collect(),
         retired: device.retired.clone(),

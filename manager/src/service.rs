@@ -137,6 +137,8 @@ pub struct Service {
     /// Totals of the endpoint thread.
     counters: Arc<EndpointCounters>,
     stopping: Option<Stopping>,
+    /// Since when what is on SSD is being found again.
+    recovering_since: Option<Nanos>,
     tables_shown_ns: Nanos,
     tables_interval_ns: Nanos,
     /// Something happened since the tables were shown.
@@ -181,6 +183,7 @@ impl Service {
             page_buffers: Vec::new(),
             checksum_buffers: Vec::new(),
             stopping: None,
+            recovering_since: None,
             tables_shown_ns: 0,
             tables_interval_ns: TABLES_INTERVAL_NS,
             tables_stale: true,
@@ -191,6 +194,7 @@ impl Service {
             turns: 0,
         };
         let now = service.clock.now();
+        service.recovering_since = service.core.is_recovering().then_some(now);
         service.report(now);
         service
     }
@@ -260,6 +264,7 @@ impl Service {
         progress |= self.take_endpoint_events(now);
         progress |= self.take_copy_ends(now);
         progress |= self.take_storage_ends(now);
+        progress |= self.take_census();
         progress |= self.take_requests(now);
         if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.core.handle(now, Event::Tick, &mut self.effects);
@@ -268,6 +273,7 @@ impl Service {
         }
         self.core.pump(now, &mut self.effects);
         progress |= self.execute(now) | self.core.has_forgotten_pages();
+        progress |= self.advance_recovery(now);
         progress |= self.advance_eviction(now);
         progress |= self.advance_stop(now);
         self.tables_stale |= progress;
@@ -486,6 +492,29 @@ impl Service {
             self.core.handle(now, event, &mut self.effects);
         }
         taken > 0
+    }
+
+    /// Everything on SSD is known: it is taken over in the turns that follow.
+    fn take_census(&mut self) -> bool {
+        let storage = self.storage.as_mut();
+        let Some(found) = storage.and_then(Storage::poll_recovery) else { return false };
+        self.core.census_taken(found, &mut self.effects);
+        true
+    }
+
+    /// True while pages are being taken over; says so when that is done.
+    fn advance_recovery(&mut self, now: Nanos) -> bool {
+        if self.core.is_recovering() {
+            return self.core.has_recovered_pages();
+        }
+        let Some(began) = self.recovering_since.take() else { return false };
+        let (pages, left_out) = {
+            let stats = self.core.stats();
+            (stats.recovered_pages, stats.recovered_dropped)
+        };
+        let elapsed = Duration::from_nanos(now.saturating_sub(began));
+        tracing::info!(pages, left_out, ?elapsed, "pages on ssd were taken over");
+        true
     }
 
     fn take_requests(&mut self, now: Nanos) -> bool {

@@ -8,8 +8,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use orbitkv_manager::core::{
-    DeviceLayout, FOOTER_BYTES, ImageIdentity, NamespaceFingerprint, RecoveredPage, RegionGeometry,
-    Slot, UNIT_BYTES, slot_bytes,
+    DeviceLayout, FOOTER_BYTES, ImageIdentity, NamespaceFingerprint, Recovered, RecoveredPage,
+    RegionGeometry, Slot, UNIT_BYTES, slot_bytes,
 };
 
 use crate::content::{POISON, Word, units};
@@ -19,10 +19,8 @@ use crate::content::{POISON, Word, units};
 pub struct Found {
     /// How each device is cut.
     pub layouts: Vec<DeviceLayout>,
-    /// Highest generation of each key.
-    pub pages: Vec<RecoveredPage>,
-    /// Highest generation seen or recorded.
-    pub last_generation: u64,
+    /// What a census of all footers says: the highest generation of each key.
+    pub census: Recovered,
 }
 
 #[derive(Clone, Debug)]
@@ -182,6 +180,7 @@ impl Disk {
         };
         let mut pages: Vec<_> = best.into_values().collect();
         pages.sort_unstable_by_key(|page| (page.slot.device, page.slot.offset));
-        Found { layouts: self.devices.iter().map(layout).collect(), pages, last_generation }
+        let census = Recovered::new(pages, last_generation, Vec::new());
+        Found { layouts: self.devices.iter().map(layout).collect(), census }
     }
 }

@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use orbitkv_shm_protocol::inspect::{self, Snapshot};
+use orbitkv_shm_protocol::inspect::{self, DeviceView, Snapshot};
 use orbitkv_shm_protocol::telemetry::Metric;
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
@@ -429,6 +429,18 @@ impl Manager {
             assert!(Instant::now() < end, "never so: {what}; now {}", summary(&seen));
             thread::sleep(PAUSE);
         }
+    }
+
+    /// Waits until what is on SSD was found again, or could not be.
+    ///
+    /// # Panics
+    /// When that never ends.
+    #[must_use]
+    pub fn recovered(self) -> Self {
+        self.settle_from_now("nothing more is found on SSD", |seen| {
+            !seen.ssd.iter().any(DeviceView::is_recovering)
+        });
+        self
     }
 
     /// What the inspection tool sees from now on: nothing of before this call.

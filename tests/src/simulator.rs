@@ -5,7 +5,7 @@
 //! an errno, come short, or find the tier off; an image on disk can rot. Engines cancel at any
 //! moment, are killed at any moment, forget to release, name leases of others, send records that no
 //! correct client sends. The Manager is killed at any moment and starts again over what reached the
-//! disk. Time jumps past deadlines and leases.
+//! disk, or serves before it knows what did. Time jumps past deadlines and leases.
 //!
 //! What must hold is checked by [`World`] at every effect and by the laws of `core` after events;
 //! at the end everything must end, and the pool must be usable to the last byte.
@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use fastrand::Rng;
 use orbitkv_manager::core::{
-    CopyFault, CoreConfig, Direction, IoFault, RegionGeometry, SpillPolicy,
+    CopyFault, Core, CoreConfig, Direction, IoFault, RegionGeometry, SpillPolicy,
 };
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId};
@@ -29,6 +29,8 @@ const SESSIONS_MAX: usize = 6;
 const OUTSTANDING_MAX: usize = 40;
 /// Events to a crash of the Manager, on average.
 const CRASH_ONE_IN: u32 = 1500;
+/// Events to the end of a census that a start leaves to the background, on average.
+const CENSUS_LASTS: u32 = 60;
 const MILLISECOND: u64 = 1_000_000;
 
 /// A session that the simulation uses.
@@ -131,6 +133,7 @@ impl Plan {
         config.writes_in_flight_bytes = unit * rng.u64(1..9);
         config.writes_in_flight_max = rng.u32(1..9);
         config.pages_dropped_per_turn = if rng.bool() { rng.u32(1..6) } else { 1024 };
+        config.pages_recovered_per_turn = if rng.bool() { rng.u32(1..6) } else { 256 };
         config.spill_policy = if rng.u8(..4) == 0 { SpillPolicy::Reuse } else { SpillPolicy::All };
         if rng.u8(..4) == 0 {
             // From nothing to more than is ever saved; an hour's share may go at once.
@@ -225,6 +228,9 @@ impl Simulation {
                 self.note(&mut summary);
                 summary.crashes += 1;
                 self.crash();
+            }
+            if self.world.is_in_census() && self.rng.u32(..CENSUS_LASTS) == 0 {
+                self.world.end_census();
             }
             self.act();
             if event % 64 == 0 {
@@ -607,7 +613,11 @@ impl Simulation {
         let blank = World::new(CoreConfig::with_dram(4096), &[]);
         let world = std::mem::replace(&mut self.world, blank);
         let rng = &mut self.rng;
-        self.world = world.crash(|| rng.bool());
+        self.world = if rng.bool() {
+            world.crash(|| rng.bool())
+        } else {
+            world.crash_in_census(|| rng.bool())
+        };
         self.sessions.clear();
         self.leases.clear();
         self.used.clear();
@@ -619,6 +629,7 @@ impl Simulation {
     /// Lets everything end, checks that nothing is left, then that the pool is as good as new.
     fn wind_down(&mut self) {
         self.plan.faults = 0;
+        self.world.end_census();
         for device in 0..self.plan.devices.len() {
             self.world.core.set_device_accepts_writes(device as u16, true);
         }
@@ -658,7 +669,8 @@ impl Simulation {
 
     fn settle(&mut self) {
         self.world.pump();
-        while !self.world.work.is_empty() || self.world.core.has_forgotten_pages() {
+        let waits = |core: &Core| core.has_forgotten_pages() || core.has_recovered_pages();
+        while !self.world.work.is_empty() || waits(&self.world.core) {
             if self.world.work.is_empty() {
                 self.world.pump();
             } else {

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use orbitkv_manager::core::{
     CopyFault, CopyPage, Core, CoreConfig, Direction, Effects, Event, Extent, ImageIdentity,
-    IoFault, NamespaceFingerprint, Nanos, RegionGeometry, Slot, Ticket,
+    IoFault, NamespaceFingerprint, Nanos, Recovered, RegionGeometry, Slot, Ticket,
 };
 use orbitkv_shm_protocol::bootstrap::message::NamespaceSpec;
 use orbitkv_shm_protocol::ids::{
@@ -123,6 +123,8 @@ pub struct World {
     known: HashMap<NamespaceFingerprint, HashSet<PageHash>>,
     /// What was known when a forget was asked for that is not recorded yet.
     unrecorded: HashMap<(NamespaceFingerprint, u64), HashSet<PageHash>>,
+    /// What the census of the disk will say when it is complete.
+    census: Option<Recovered>,
 }
 
 impl World {
@@ -154,12 +156,27 @@ impl World {
             asked: None,
             known: HashMap::new(),
             unrecorded: HashMap::new(),
+            census: None,
         }
     }
 
-    /// The Manager dies and another starts over the same disk. `arrives` decides, for each unit of
-    /// each write in flight and for each retired slot, whether it reached the disk.
-    pub fn crash(mut self, mut arrives: impl FnMut() -> bool) -> Self {
+    /// The Manager dies and another starts over the same disk and finds again what is there.
+    /// `arrives` decides, for each unit of each write in flight and for each retired slot, whether
+    /// it reached the disk.
+    pub fn crash(self, arrives: impl FnMut() -> bool) -> Self {
+        let mut world = self.crash_in_census(arrives);
+        world.end_census();
+        while world.core.is_recovering() {
+            world.pump();
+            world.core.check_laws();
+        }
+        world.check_bytes();
+        world.check_recovered();
+        world
+    }
+
+    /// [`crash`](Self::crash), and engines are served before the census of the disk is complete.
+    pub fn crash_in_census(mut self, mut arrives: impl FnMut() -> bool) -> Self {
         for work in std::mem::take(&mut self.work) {
             match work {
                 Work::Write { extent, slot, image, .. } => {
@@ -173,8 +190,8 @@ impl World {
                 _ => {}
             }
         }
-        let Found { layouts, pages, last_generation } = self.disk.recover(&mut arrives);
-        let config = CoreConfig { devices: layouts, last_generation, ..self.config };
+        let Found { layouts, census } = self.disk.recover(&mut arrives);
+        let config = CoreConfig { devices: layouts, ..self.config };
         let mut world = Self::over(config, self.disk);
         world.check_every = self.check_every;
         world.now = self.now;
@@ -183,11 +200,23 @@ impl World {
         for ((namespace, _), hashes) in self.unrecorded {
             world.known.entry(namespace).or_default().extend(hashes);
         }
-        world.core.recover(pages, &mut world.out);
+        world.census = Some(census);
+        world.core.begin_recovery();
         world.core.check_laws();
-        world.check_bytes();
-        world.check_recovered();
         world
+    }
+
+    /// The census is complete; what it found is taken over in the turns that follow.
+    pub fn end_census(&mut self) {
+        let Some(census) = self.census.take() else { return };
+        self.core.census_taken(census, &mut self.out);
+        self.carry_out();
+        self.core.check_laws();
+    }
+
+    /// Whether the census of the disk is not complete yet.
+    pub fn is_in_census(&self) -> bool {
+        self.census.is_some()
     }
 
     /// Every page that start-up kept has the parent that its footer names.
@@ -458,7 +487,8 @@ impl World {
                 for member in client.scopes.get(scope.0 as usize).into_iter().flatten() {
                     let known = self.known.remove(&member.fingerprint).unwrap_or_default();
                     // The effect says under which generation.
-                    self.unrecorded.insert((member.fingerprint, u64::MAX), known);
+                    let unrecorded = self.unrecorded.entry((member.fingerprint, u64::MAX));
+                    unrecorded.or_default().extend(known);
                 }
             }
             _ => {}

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
-use orbitkv_shm_protocol::inspect::{self, LifeState, Snapshot, Value};
+use orbitkv_shm_protocol::inspect::{self, DeviceView, LifeState, Snapshot, Value};
 
 use crate::exit::{Exit, ToolError};
 use crate::output::print;
@@ -239,6 +239,7 @@ fn pool(snapshot: &Snapshot) -> String {
 fn ssd(snapshot: &Snapshot) -> String {
     let mut table = Table::new(&[
         "ssd file", "bytes", "used", "slots", "reading", "writing", "engine", "direct", "health",
+        "recovery",
     ]);
     for d in &snapshot.ssd {
         table.row([
@@ -251,9 +252,18 @@ fn ssd(snapshot: &Snapshot) -> String {
             d.engine.to_owned(),
             d.direct.to_string(),
             d.health.to_owned(),
+            recovery(d),
         ]);
     }
     table.to_string()
+}
+
+/// How the search for pages of before the start stands.
+fn recovery(device: &DeviceView) -> String {
+    if device.recovery == "done" {
+        return "done".to_owned();
+    }
+    format!("{} {}/{}", device.recovery, device.scanned_slots, device.scan_slots)
 }
 
 fn pages(snapshot: &Snapshot) -> String {

@@ -128,14 +128,13 @@ impl Ours {
             engine: EngineChoice::Auto,
             write_in_flight_bytes: WRITE_IN_FLIGHT_BYTES,
             slot_bytes_max: slot_bytes(page_bytes_max),
-            arena_bytes: Vec::new(),
         };
         let mut claimed = ClaimedTier::claim(&config)?;
         let made = claimed.made_files();
         let bell = ControlBell::new();
         let ringer = bell.ringer();
         let notify = Arc::new(move || _ = ringer.ring());
-        let (tier, recovery) = SsdTier::start(claimed, &pool.arena_bytes(), pool.clone(), notify)?;
+        let (tier, devices) = SsdTier::start(claimed, &pool.arena_bytes(), pool.clone(), notify)?;
         let wake = wake::measure(&Clock::monotonic());
         let window = window_here(wake.map_or(WINDOW_UNMEASURED, window_of));
         Ok(Self {
@@ -143,8 +142,9 @@ impl Ours {
             _made: made,
             bell,
             spin: Spin::new(window),
-            generation: recovery.highest_generation,
-            devices: recovery.devices,
+            // The files are new.
+            generation: 0,
+            devices,
             compared: 0,
         })
     }

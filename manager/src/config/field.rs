@@ -179,7 +179,7 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Size,
         range: "0 (tier off), or for all files together 2MiB to 64TiB a file, rounded down to 4 KiB",
         default: "16GiB",
-        cost: "shared equally and preallocated; start-up reads one footer a slot",
+        cost: "shared equally and preallocated; after a start one footer a slot is read, beside DRAM",
     },
     Field {
         key: Key::SsdDirect,

@@ -158,14 +158,13 @@ impl Core {
             .then(|| self.open_job(ctx, &ended, Stage::Forget { pending: members.len() as u32 }));
         for namespace in members {
             let image = u64::from(self.namespaces.get(namespace).image_bytes);
-            let fingerprint = self.namespaces.get(namespace).fingerprint;
             let forgotten = self.forget_namespace(namespace);
             pages += forgotten;
             bytes += forgotten * image;
             if durable {
-                let generation = self.slots.take_generation();
                 let ticket = self.flow.start(Work::Forget { job: reference });
-                out.list.push(Effect::RecordForget { ticket, namespace: fingerprint, generation });
+                let left = self.record_forget(reference, ticket, namespace, out);
+                (pages, bytes) = (pages + left.0, bytes + left.1);
             }
         }
         self.stats.pages_forgotten += pages;

@@ -287,6 +287,16 @@ impl Index {
         self.table.find(key, matches).map(|&id| PageId(id))
     }
 
+    /// Makes room for `more` pages, so that adding them moves none.
+    pub(super) fn reserve(&mut self, pages: &mut PageSlab, more: usize) {
+        pages.pages.reserve(more.saturating_sub(pages.free.len()));
+        let seed = self.seed;
+        self.table.reserve(more, |&other| {
+            let page = &pages[PageId(other)];
+            key_hash(seed, page.namespace, &page.hash)
+        });
+    }
+
     /// Adds a page that is not there yet.
     pub(super) fn insert(
         &mut self,

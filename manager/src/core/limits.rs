@@ -38,6 +38,8 @@ pub(super) const LEASE_INDEX_BITS: u32 = 20;
 
 /// Pages that forget and evict drop in one turn.
 pub const PAGES_DROPPED_PER_TURN: u32 = 1024;
+/// Pages found on SSD at start that one turn takes over: a fraction of a millisecond.
+pub const PAGES_RECOVERED_PER_TURN: u32 = 256;
 /// Life of a lease unless configured.
 pub const LEASE_TTL_NS: Nanos = 30_000_000_000;
 /// Deadline of an operation that names none unless configured.

@@ -57,6 +57,7 @@ use index::{Index, PageSlab};
 use job::{JobRef, Jobs};
 use lease::Leases;
 use namespace::{NamespaceId, Namespaces};
+use recover::Recovery;
 use replacement::{ListKind, Recency};
 use session::{Session, Sessions};
 use slots::Slots;
@@ -69,7 +70,7 @@ pub use geometry::{FOOTER_BYTES, RegionGeometry};
 #[doc(hidden)]
 pub use laws::PageView;
 pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
-pub use recover::RecoveredPage;
+pub use recover::{Recovered, RecoveredPage};
 pub use registration::CoreRefusal;
 pub use slots::{DeviceLayout, slot_bytes};
 pub use spill::SpillPolicy;
@@ -83,8 +84,6 @@ pub struct CoreConfig {
     pub arena_bytes: Vec<u64>,
     /// SSD devices in configuration order, empty for DRAM only.
     pub devices: Vec<DeviceLayout>,
-    /// Highest slot generation seen or recorded at start-up.
-    pub last_generation: u64,
     /// Bytes of leases of all sessions.
     pub query_budget_bytes: u64,
     /// Bytes of speculative leases and hints.
@@ -125,6 +124,8 @@ pub struct CoreConfig {
     pub regions_per_session_max: usize,
     /// Most pages that one turn drops for a forget, or looks at for an eviction of everything.
     pub pages_dropped_per_turn: u32,
+    /// Most pages found on SSD that one turn takes over.
+    pub pages_recovered_per_turn: u32,
     /// Emit [`Effect::Dropped`].
     pub report_drops: bool,
 }
@@ -137,7 +138,6 @@ impl CoreConfig {
         Self {
             arena_bytes: vec![dram_bytes],
             devices: Vec::new(),
-            last_generation: 0,
             query_budget_bytes,
             speculative_budget_bytes: limits::speculative_budget_bytes(query_budget_bytes),
             session_budget_bytes: query_budget_bytes,
@@ -158,6 +158,7 @@ impl CoreConfig {
             scopes_per_session_max: limits::SCOPES_PER_SESSION_MAX as usize,
             regions_per_session_max: limits::REGIONS_PER_SESSION_MAX as usize,
             pages_dropped_per_turn: limits::PAGES_DROPPED_PER_TURN,
+            pages_recovered_per_turn: limits::PAGES_RECOVERED_PER_TURN,
             report_drops: false,
         }
     }
@@ -171,6 +172,8 @@ pub struct Core {
     index: Index,
     extents: Extents,
     slots: Slots,
+    /// While the slots are not all known.
+    recovery: Option<Recovery>,
     namespaces: Namespaces,
     sessions: Sessions,
     leases: Leases,
@@ -217,7 +220,7 @@ impl Core {
             config.speculative_budget_bytes,
             config.session_budget_bytes,
         );
-        let slots = Slots::new(&config.devices, config.last_generation.saturating_add(1));
+        let slots = Slots::new(&config.devices);
         let remembers = config.spill_policy == SpillPolicy::Reuse;
         let history_bytes = if remembers { slots.data_bytes() } else { 0 };
         Self {
@@ -225,6 +228,7 @@ impl Core {
             index: Index::new(config.hash_seed),
             extents: Extents::new(&config.arena_bytes),
             slots,
+            recovery: None,
             history: History::new(history_bytes, config.hash_seed),
             namespaces: Namespaces::default(),
             sessions: Sessions::default(),
@@ -286,6 +290,7 @@ impl Core {
     /// Orders as many copies, reads and writes as may be in flight.
     pub fn pump(&mut self, now: Nanos, out: &mut Effects) {
         self.drop_forgotten(out);
+        self.advance_recovery();
         self.pump_reads(now, out);
         self.pump_copies(now, out);
         self.pump_writes(now, out);

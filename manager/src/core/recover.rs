@@ -1,12 +1,26 @@
-//! Warm restart: pages that start-up found on SSD become pages again.
+//! Warm restart: what a census of the SSD tier finds becomes pages again, while DRAM is served.
+//!
+//! A slot says what it holds only when its footer was read, and a footer counts only when every
+//! other was: the highest generation of a key wins. So until the census is complete no slot is
+//! given out, none is found, and a forget waits for its generation, which must be above all that
+//! it forgets. Then the pages are taken over in bounded turns, parents first. Engines have saved
+//! meanwhile: a page that is in DRAM already gets its slot, and what was forgotten since the start
+//! is left out.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::Core;
-use super::effect::{Effects, ImageIdentity, Slot};
-use super::index::PageId;
-use super::namespace::NamespaceId;
+use super::effect::{Effect, Effects, ImageIdentity, Slot};
+use super::event::Ticket;
+use super::job::JobRef;
+use super::namespace::{NamespaceFingerprint, NamespaceId};
 use super::slots::slot_bytes;
+use super::stats::SpillOutcome;
+
+/// Slots that one turn lists as free, one region at least.
+const SLOTS_SETTLED_PER_TURN: usize = 1 << 16;
+/// Touches set aside at the start of a recovery: what is found is older than all that is saved.
+const TOUCHES_OF_RECOVERED: u64 = 1 << 40;
 
 /// One slot whose footer was whole; the highest generation of its key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,135 +31,259 @@ pub struct RecoveredPage {
     pub image: ImageIdentity,
 }
 
-impl Core {
-    /// Takes over what is on SSD. A page whose parent is not is left out and its slot is free.
-    /// Older generations come first in recency. Call before the first session.
-    pub fn recover(&mut self, mut recovered: Vec<RecoveredPage>, out: &mut Effects) {
-        recovered.sort_unstable_by_key(|page| page.image.generation);
-        let mut by_key: HashMap<(NamespaceId, [u8; 32]), usize> =
-            HashMap::with_capacity(recovered.len());
-        let mut namespaces = Vec::with_capacity(recovered.len());
-        for (at, page) in recovered.iter().enumerate() {
-            let image = &page.image;
-            let known = self.namespaces.find(&image.namespace);
-            let fits =
-                known.is_none_or(|id| self.namespaces.get(id).image_bytes == image.image_bytes);
-            let sized = slot_bytes(image.image_bytes) == page.slot.bytes;
-            let room = known.is_some() || self.namespaces.len() < self.config.namespaces_max;
-            if !fits || !sized || !room {
-                namespaces.push(None);
-                continue;
-            }
-            let label = format!("{} (not attached yet)", short_hex(&image.namespace));
-            let id = self.namespaces.intern(image.namespace, None, image.image_bytes, label);
-            namespaces.push(Some(id));
-            by_key.insert((id, image.hash.0), at);
+/// What a complete census found, in the order in which it is taken over: parents before their
+/// children, the hottest chains first. Making one sorts everything: not for the reactor's thread.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Recovered {
+    pages: Vec<RecoveredPage>,
+    by_namespace: HashMap<NamespaceFingerprint, u64>,
+    last_generation: u64,
+    lost: Vec<u16>,
+}
+
+impl Recovered {
+    /// `last_generation` is the highest that was seen or recorded anywhere. The slots of the `lost`
+    /// devices stay unknown: they are neither read nor written.
+    pub fn new(pages: Vec<RecoveredPage>, last_generation: u64, lost: Vec<u16>) -> Self {
+        let mut by_namespace: HashMap<_, u64> = HashMap::new();
+        for page in &pages {
+            *by_namespace.entry(page.image.namespace).or_default() += 1;
         }
-        let mut states = vec![State::Unseen; recovered.len()];
-        let mut path = Vec::new();
-        for (at, namespace) in namespaces.iter().enumerate() {
-            let Some(namespace) = *namespace else { continue };
-            if by_key.get(&(namespace, recovered[at].image.hash.0)) != Some(&at) {
-                // An older image of a key that has a newer one.
-                continue;
-            }
-            // Up to the first decided ancestor, then down again.
-            let (mut next, mut whole) = (Some(at), true);
-            path.clear();
-            while let Some(index) = next {
-                match states[index] {
-                    State::Unseen => {
-                        states[index] = State::OnPath;
-                        path.push(index);
-                        next = match recovered[index].image.parent {
-                            None => None,
-                            Some(parent) => {
-                                let found = by_key.get(&(namespace, parent.0)).copied();
-                                whole &= found.is_some();
-                                found
-                            }
-                        };
-                    }
-                    // A cycle is no chain.
-                    State::OnPath | State::Dropped => {
-                        whole = false;
-                        next = None;
-                    }
-                    State::Kept => next = None,
-                }
-            }
-            for &index in path.iter().rev() {
-                // What cannot be taken over takes its descendants with it.
-                whole = whole && self.take_over(namespace, &recovered[index]);
-                states[index] = if whole { State::Kept } else { State::Dropped };
-            }
-        }
-        let kept = states.iter().filter(|state| **state == State::Kept).count() as u64;
-        self.stats.recovered_pages += kept;
-        self.stats.recovered_dropped += recovered.len() as u64 - kept;
-        self.slots.settle();
-        self.refresh_recovered(&recovered, &namespaces);
-        out.clear();
+        Self { pages: in_order(pages), by_namespace, last_generation, lost }
     }
 
-    /// Makes a page of what is in a slot. False when two footers claim it or it is retired.
-    fn take_over(&mut self, namespace: NamespaceId, recovered: &RecoveredPage) -> bool {
-        let image = &recovered.image;
-        let parent = image.parent.and_then(|parent| self.find(namespace, &parent));
-        let page = self.insert_page(namespace, image.hash, parent);
-        if !self.slots.occupy(recovered.slot, page) {
-            self.pages.orphan(page);
-            self.index.remove(&mut self.pages, page);
-            self.namespaces.get_mut(namespace).pages.remove(&mut self.pages, page);
-            self.pages.remove(page);
-            return false;
-        }
-        self.pages[page].slot = Some(recovered.slot);
-        self.pages[page].generation = image.generation;
-        self.pages[page].slot_checksum = image.checksum;
-        self.namespaces.get_mut(namespace).ssd_pages += 1;
-        self.ssd_pages += 1;
-        true
+    /// The pages, in order.
+    pub fn pages(&self) -> &[RecoveredPage] {
+        &self.pages
     }
 
-    /// Oldest generations coldest, parents hotter than their children.
-    fn refresh_recovered(
-        &mut self,
-        recovered: &[RecoveredPage],
-        namespaces: &[Option<NamespaceId>],
-    ) {
-        let mut leaves: Vec<PageId> = Vec::new();
-        for (page, namespace) in recovered.iter().zip(namespaces) {
-            let found = namespace.and_then(|id| self.find(id, &page.image.hash));
-            if let Some(found) = found.filter(|&id| self.pages.first_child(id).is_none()) {
-                leaves.push(found);
-            }
-        }
-        let guard = self.next_guard();
-        // Hottest chain first, each page once: a list built from its hot end.
-        let mut order: Vec<PageId> = Vec::with_capacity(recovered.len());
-        for &leaf in leaves.iter().rev() {
-            let start = order.len();
-            let mut next = Some(leaf);
-            while let Some(page) = next.filter(|&page| self.pages[page].guard != guard) {
-                self.pages[page].guard = guard;
-                order.push(page);
-                next = self.pages.parent(page);
-            }
-            order[start..].reverse();
-        }
-        for &page in order.iter().rev() {
-            self.touch(page);
-        }
+    /// Generations go on above this.
+    pub fn last_generation(&self) -> u64 {
+        self.last_generation
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State {
-    Unseen,
-    OnPath,
-    Kept,
-    Dropped,
+/// Hottest chain first, each from its root, each page once: recency built from its hot end. The
+/// generation of its deepest page is a chain's age.
+fn in_order(mut pages: Vec<RecoveredPage>) -> Vec<RecoveredPage> {
+    pages.sort_unstable_by_key(|page| std::cmp::Reverse(page.image.generation));
+    let mut places = HashMap::with_capacity(pages.len());
+    for (at, page) in pages.iter().enumerate() {
+        // Of two slots with one key the younger: it comes first.
+        places.entry((page.image.namespace, page.image.hash.0)).or_insert(at);
+    }
+    let parent_of = |page: &RecoveredPage| {
+        let parent = page.image.parent?;
+        places.get(&(page.image.namespace, parent.0)).copied()
+    };
+    let mut has_child = vec![false; pages.len()];
+    for parent in pages.iter().filter_map(parent_of) {
+        has_child[parent] = true;
+    }
+    let mut order = Vec::with_capacity(pages.len());
+    let mut placed = vec![false; pages.len()];
+    let leaves = (0..pages.len()).filter(|&at| !has_child[at]);
+    // What is left after the leaves are cycles: no chains, but counted like all else.
+    for first in leaves.chain(0..pages.len()) {
+        let start = order.len();
+        let mut next = Some(first);
+        while let Some(at) = next.filter(|&at| !placed[at]) {
+            placed[at] = true;
+            order.push(pages[at]);
+            next = parent_of(&pages[at]);
+        }
+        order[start..].reverse();
+    }
+    order
+}
+
+/// A recovery that is under way.
+#[derive(Debug, Default)]
+pub(super) struct Recovery {
+    /// `None` until the census is complete.
+    found: Option<Recovered>,
+    /// How many of its pages were dealt with.
+    next: usize,
+    /// Forgotten since the start: everything that was found of them is older.
+    forgotten: HashSet<NamespaceId>,
+    /// Forgets that wait for their generation.
+    waiting: Vec<WaitingForget>,
+    /// The next region whose free slots are to be listed.
+    settled: (usize, usize),
+    /// The last touch that was given to a page.
+    touched: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct WaitingForget {
+    ticket: Ticket,
+    job: Option<JobRef>,
+    namespace: NamespaceId,
+}
+
+impl Core {
+    /// From here on the slots of the devices are unknown, until [`census_taken`](Self::census_taken)
+    /// tells what they hold and [`pump`](Self::pump) has taken that over. Call before the first
+    /// session.
+    pub fn begin_recovery(&mut self) {
+        if self.slots.is_empty() {
+            return;
+        }
+        self.slots.begin_census();
+        self.touches += TOUCHES_OF_RECOVERED;
+        let touched = self.touches;
+        self.recovery = Some(Recovery { touched, ..Recovery::default() });
+    }
+
+    /// Whether the SSD tier takes no writes yet, because not all of it is known.
+    pub fn is_recovering(&self) -> bool {
+        self.recovery.is_some()
+    }
+
+    /// Whether found pages wait for another [`pump`](Self::pump) to be taken over.
+    pub fn has_recovered_pages(&self) -> bool {
+        self.recovery.as_ref().is_some_and(|recovery| recovery.found.is_some())
+    }
+
+    /// The census is complete. Forgets that waited for it are recorded now.
+    pub fn census_taken(&mut self, found: Recovered, out: &mut Effects) {
+        let Some(recovery) = &mut self.recovery else { return };
+        debug_assert!(recovery.found.is_none(), "one census a start");
+        self.slots.end_census(found.last_generation, &found.lost);
+        self.index.reserve(&mut self.pages, found.pages.len());
+        let waiting = std::mem::take(&mut recovery.waiting);
+        recovery.found = Some(found);
+        for WaitingForget { ticket, job, namespace } in waiting {
+            let (pages, bytes) = self.found_of(namespace);
+            self.stats.pages_forgotten += pages;
+            if let Some(job) = job.and_then(|job| self.jobs.get_mut(job)) {
+                job.found = job.found.saturating_add(u32::try_from(pages).unwrap_or(u32::MAX));
+                job.bytes += bytes;
+            }
+            self.order_forget(ticket, namespace, out);
+        }
+    }
+
+    /// Makes a forget durable, as soon as it is known which generations are older. Returns pages
+    /// and bytes of what was found on SSD and is forgotten before it was taken over.
+    pub(super) fn record_forget(
+        &mut self,
+        job: Option<JobRef>,
+        ticket: Ticket,
+        namespace: NamespaceId,
+        out: &mut Effects,
+    ) -> (u64, u64) {
+        let left = self.found_of(namespace);
+        if let Some(recovery) = &mut self.recovery {
+            recovery.forgotten.insert(namespace);
+            if recovery.found.is_none() {
+                recovery.waiting.push(WaitingForget { ticket, job, namespace });
+                return (0, 0);
+            }
+        }
+        self.order_forget(ticket, namespace, out);
+        left
+    }
+
+    fn order_forget(&mut self, ticket: Ticket, namespace: NamespaceId, out: &mut Effects) {
+        let namespace = self.namespaces.get(namespace).fingerprint;
+        let generation = self.slots.take_generation();
+        out.list.push(Effect::RecordForget { ticket, namespace, generation });
+    }
+
+    /// Pages of a namespace that were found and not yet dealt with, and their bytes; each is told
+    /// once.
+    fn found_of(&mut self, namespace: NamespaceId) -> (u64, u64) {
+        let of = self.namespaces.get(namespace);
+        let found = self.recovery.as_mut().and_then(|recovery| recovery.found.as_mut());
+        let pages = found.and_then(|found| found.by_namespace.remove(&of.fingerprint));
+        let pages = pages.unwrap_or(0);
+        (pages, pages * u64::from(of.image_bytes))
+    }
+
+    /// Takes over a bounded number of found pages; after the last the tier is in use.
+    pub(super) fn advance_recovery(&mut self) {
+        if !self.has_recovered_pages() {
+            return;
+        }
+        let Some(mut recovery) = self.recovery.take() else { return };
+        let Some(mut found) = recovery.found.take() else { return };
+        for _ in 0..self.config.pages_recovered_per_turn {
+            let Some(page) = found.pages.get(recovery.next) else {
+                if self.slots.settle(&mut recovery.settled, SLOTS_SETTLED_PER_TURN) {
+                    return;
+                }
+                break;
+            };
+            recovery.next += 1;
+            if let Some(left) = found.by_namespace.get_mut(&page.image.namespace) {
+                *left = left.saturating_sub(1);
+            }
+            if self.take_over(page, &mut recovery) {
+                self.stats.recovered_pages += 1;
+            } else {
+                self.stats.recovered_dropped += 1;
+            }
+        }
+        recovery.found = Some(found);
+        self.recovery = Some(recovery);
+    }
+
+    /// Makes a page of what is in a slot, or gives the slot to the page that is there. False when
+    /// it cannot be used: forgotten, without its parent, in a slot that has an owner or is retired.
+    fn take_over(&mut self, recovered: &RecoveredPage, recovery: &mut Recovery) -> bool {
+        let RecoveredPage { slot, image } = recovered;
+        if slot_bytes(image.image_bytes) != slot.bytes || !self.slots.is_unread(*slot) {
+            return false;
+        }
+        let known = self.namespaces.find(&image.namespace);
+        let fits = known.is_none_or(|id| {
+            let same_size = self.namespaces.get(id).image_bytes == image.image_bytes;
+            same_size && !recovery.forgotten.contains(&id)
+        });
+        // A namespace that nobody named yet holds nothing that could be a parent.
+        let new_root = image.parent.is_none() && self.namespaces.len() < self.config.namespaces_max;
+        if !fits || !(known.is_some() || new_root) {
+            return false;
+        }
+        let namespace = known.unwrap_or_else(|| {
+            let label = format!("{} (not attached yet)", short_hex(&image.namespace));
+            self.namespaces.intern(image.namespace, None, image.image_bytes, label)
+        });
+        let resident = self.find(namespace, &image.hash);
+        let parent = match (resident, &image.parent) {
+            (Some(page), _) => self.pages.parent(page),
+            (None, None) => None,
+            (None, Some(parent)) => match self.find(namespace, parent) {
+                Some(parent) => Some(parent),
+                None => return false,
+            },
+        };
+        if parent.is_some_and(|parent| !self.has_place_on_ssd(parent)) {
+            return false;
+        }
+        let page = match resident {
+            // Two slots claim the key.
+            Some(page) if self.pages[page].slot.is_some() => return false,
+            Some(page) => {
+                if self.leave_spill(page) {
+                    self.stats.spilled(SpillOutcome::AlreadyThere);
+                }
+                page
+            }
+            None => {
+                let page = self.insert_page(namespace, image.hash, parent);
+                recovery.touched -= 1;
+                self.pages[page].touched = recovery.touched;
+                let class = self.slots.recency(slot.bytes);
+                class.place_coldest(&mut self.pages, page);
+                page
+            }
+        };
+        self.slots.occupy(*slot);
+        self.attach_slot(page, *slot, image);
+        true
+    }
 }
 
 fn short_hex(bytes: &[u8]) -> String {

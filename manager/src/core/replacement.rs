@@ -146,6 +146,14 @@ impl Recency {
         self.len += 1;
     }
 
+    /// Makes `page`, which is no member, the coldest.
+    pub(super) fn place_coldest(&mut self, pages: &mut PageSlab, page: PageId) {
+        match self.coldest() {
+            None => self.touch(pages, page),
+            Some(above) => self.place_below(pages, page, above),
+        }
+    }
+
     /// Takes `page` out; nothing happens when it is no member.
     pub(super) fn remove(&mut self, pages: &mut PageSlab, page: PageId) {
         let k = self.kind as usize;

@@ -32,7 +32,9 @@ const RECLAIM_PROBES_MAX: usize = 64;
 
 const FREE: u32 = u32::MAX;
 const RETIRED: u32 = u32::MAX - 1;
-const TAKEN: u32 = u32::MAX - 2;
+/// What is in it is not known yet, or will never be.
+const UNREAD: u32 = u32::MAX - 2;
+const TAKEN: u32 = u32::MAX - 3;
 
 #[derive(Debug)]
 struct Region {
@@ -51,6 +53,8 @@ struct Device {
     regions: Vec<Region>,
     unused: Vec<u32>,
     accepts_writes: bool,
+    /// Its slots could not be read: it is not used in this life.
+    lost: bool,
     used_bytes: u64,
     used_slots: u64,
     /// Bytes of slots that are never used again.
@@ -90,11 +94,11 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    pub(super) fn new(layouts: &[DeviceLayout], next_generation: u64) -> Self {
+    pub(super) fn new(layouts: &[DeviceLayout]) -> Self {
         let mut slots = Self {
             devices: Vec::with_capacity(layouts.len()),
             classes: Vec::new(),
-            next_generation,
+            next_generation: 1,
             run: (0, 0),
         };
         for (number, layout) in layouts.iter().enumerate() {
@@ -110,6 +114,7 @@ impl Slots {
             regions: Vec::new(),
             unused: Vec::new(),
             accepts_writes: true,
+            lost: false,
             used_bytes: 0,
             used_slots: 0,
             retired_bytes: 0,
@@ -276,31 +281,71 @@ impl Slots {
         }
     }
 
-    /// Takes a given slot at start-up. False when it is not free.
-    pub(super) fn occupy(&mut self, slot: Slot, page: PageId) -> bool {
-        let Some(device) = self.devices.get_mut(usize::from(slot.device)) else { return false };
+    /// No slot is known to be free until [`settle`](Self::settle) says so.
+    pub(super) fn begin_census(&mut self) {
+        for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
+            region.free.clear();
+            let free = region.owners.iter_mut().filter(|owner| **owner == FREE);
+            free.for_each(|owner| *owner = UNREAD);
+        }
+    }
+
+    /// Every slot was read but those of the `lost` devices. Generations go on above
+    /// `last_generation`.
+    pub(super) fn end_census(&mut self, last_generation: u64, lost: &[u16]) {
+        self.next_generation = self.next_generation.max(last_generation.saturating_add(1));
+        for &number in lost {
+            if let Some(device) = self.devices.get_mut(usize::from(number)) {
+                (device.lost, device.accepts_writes) = (true, false);
+            }
+        }
+    }
+
+    /// Whether a slot is one of a region in use, and nobody has claimed or retired it.
+    pub(super) fn is_unread(&self, slot: Slot) -> bool {
+        let Some(device) = self.devices.get(usize::from(slot.device)) else { return false };
         let Some((index, at)) = device.geometry.slot_at(slot.offset, slot.bytes) else {
             return false;
         };
-        let region = &mut device.regions[index as usize];
-        if region.slot_bytes != slot.bytes || region.owners[at as usize] != FREE {
-            return false;
-        }
-        region.owners[at as usize] = page.0;
+        let region = &device.regions[index as usize];
+        let is_unread = region.owners.get(at as usize) == Some(&UNREAD);
+        region.slot_bytes == slot.bytes && is_unread && !device.lost
+    }
+
+    /// Takes a slot that is [unread](Self::is_unread); [`assign`](Self::assign) names its page.
+    pub(super) fn occupy(&mut self, slot: Slot) {
+        debug_assert!(self.is_unread(slot));
+        let Some(owner) = self.owner_mut(slot) else { return };
+        *owner = TAKEN;
+        let device = &mut self.devices[usize::from(slot.device)];
         device.used_bytes += u64::from(slot.bytes);
         device.used_slots += 1;
         let class = self.class_index(slot.bytes);
         self.classes[class].used += 1;
-        true
     }
 
-    /// Rebuilds the free stacks after a series of [`occupy`](Self::occupy).
-    pub(super) fn settle(&mut self) {
-        for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
-            region.free.clear();
-            let free = region.owners.iter().enumerate().rev().filter(|(_, owner)| **owner == FREE);
-            region.free.extend(free.map(|(index, _)| index as u32));
+    /// Lists the unread slots of the next regions as free, one region at least and then up to
+    /// `slots_max` slots; `next` remembers how far it is. True when none is left.
+    pub(super) fn settle(&mut self, next: &mut (usize, usize), slots_max: usize) -> bool {
+        let mut slots = 0;
+        while let Some(device) = self.devices.get_mut(next.0) {
+            if slots >= slots_max {
+                return false;
+            }
+            let Some(region) = device.regions.get_mut(next.1).filter(|_| !device.lost) else {
+                *next = (next.0 + 1, 0);
+                continue;
+            };
+            slots += region.owners.len();
+            let opened = region.settle().then_some((region.slot_bytes, next.1 as u32));
+            let number = next.0 as u16;
+            next.1 += 1;
+            if let Some((bytes, index)) = opened {
+                let class = self.class_index(bytes);
+                self.open(class, number).push(index);
+            }
         }
+        true
     }
 
     /// Gives a slot back.
@@ -317,7 +362,7 @@ impl Slots {
         let Some(device) = self.devices.get_mut(usize::from(slot.device)) else { return };
         let Some((index, at)) = device.geometry.slot_at(slot.offset, slot.bytes) else { return };
         let region = &mut device.regions[index as usize];
-        debug_assert!(region.owners[at as usize] < RETIRED, "slot freed twice");
+        debug_assert!(region.owners[at as usize] < UNREAD, "slot freed twice");
         region.owners[at as usize] = mark;
         if mark == RETIRED {
             device.retired_bytes += u64::from(slot.bytes);
@@ -400,8 +445,8 @@ impl Slots {
     /// Stops or resumes the use of a device for new images.
     pub(super) fn set_accepts_writes(&mut self, number: u16, accepts: bool) {
         let Some(device) = self.devices.get_mut(usize::from(number)) else { return };
-        device.accepts_writes = accepts;
-        if !accepts {
+        device.accepts_writes = accepts && !device.lost;
+        if !device.accepts_writes {
             return;
         }
         let mut open = Vec::new();
@@ -453,7 +498,7 @@ impl Slots {
                 assert!(free.iter().copied().eq(marked.map(|(slot, _)| slot as u32)), "{at:?}");
                 for (slot, &owner) in region.owners.iter().enumerate() {
                     retired += if owner == RETIRED { u64::from(region.slot_bytes) } else { 0 };
-                    if owner == FREE || owner == RETIRED {
+                    if matches!(owner, FREE | RETIRED | UNREAD) {
                         continue;
                     }
                     let slot_bytes = region.slot_bytes;
@@ -487,6 +532,19 @@ impl Region {
             owners: vec![FREE; slots as usize],
             open: false,
         }
+    }
+}
+
+impl Region {
+    /// Lists the unread slots as free. True when the region is to be listed as open.
+    fn settle(&mut self) -> bool {
+        for owner in self.owners.iter_mut().filter(|owner| **owner == UNREAD) {
+            *owner = FREE;
+        }
+        self.free.clear();
+        let free = self.owners.iter().enumerate().rev().filter(|(_, owner)| **owner == FREE);
+        self.free.extend(free.map(|(index, _)| index as u32));
+        !self.free.is_empty() && !std::mem::replace(&mut self.open, true)
     }
 }
 
@@ -534,7 +592,7 @@ mod tests {
     #[test]
     fn every_slot_lies_inside_its_region_and_is_given_once() {
         let layout = device(65_536 + (5 << 20), 2 << 20);
-        let mut slots = Slots::new(&[layout], 1);
+        let mut slots = Slots::new(&[layout]);
         let mut seen = Vec::new();
         while let Some(allocation) = slots.allocate(slot_bytes(130_000)) {
             let Slot { offset, bytes, .. } = allocation.slot;
@@ -551,7 +609,7 @@ mod tests {
 
     #[test]
     fn consecutive_slots_are_adjacent_so_that_writes_coalesce() {
-        let mut slots = Slots::new(&[device(1 << 30, 64 << 20)], 1);
+        let mut slots = Slots::new(&[device(1 << 30, 64 << 20)]);
         let first = slots.allocate(8192).unwrap();
         let second = slots.allocate(8192).unwrap();
         assert_eq!(first.first_of_region, Some(0));
@@ -564,7 +622,7 @@ mod tests {
         let mut layout = device(65_536 + (1 << 20), 1 << 20);
         layout.region_slot_bytes = vec![262_144];
         layout.retired = vec![65_536 + 262_144];
-        let mut slots = Slots::new(&[layout], 1);
+        let mut slots = Slots::new(&[layout]);
         let mut offsets = Vec::new();
         while let Some(allocation) = slots.allocate(262_144) {
             offsets.push(allocation.slot.offset);
@@ -579,7 +637,7 @@ mod tests {
     #[test]
     fn devices_take_turns_by_the_space_they_have_left() {
         let both = [device((64 << 20) + 65_536, 64 << 20), device((32 << 20) + 65_536, 32 << 20)];
-        let mut slots = Slots::new(&both, 1);
+        let mut slots = Slots::new(&both);
         let bytes = slot_bytes(60_000);
         let per_run = (RUN_BYTES as usize).div_ceil(bytes as usize);
         let mut order = Vec::new();
@@ -616,7 +674,7 @@ mod tests {
     #[test]
     fn a_device_that_takes_no_writes_is_passed_over() {
         let both = [device(64 << 20, 8 << 20), device(64 << 20, 8 << 20)];
-        let mut slots = Slots::new(&both, 1);
+        let mut slots = Slots::new(&both);
         slots.set_accepts_writes(0, false);
         for _ in 0..20 {
             assert_eq!(slots.allocate(8192).unwrap().slot.device, 1);

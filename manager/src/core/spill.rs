@@ -107,6 +107,10 @@ impl Core {
         if let Some(budget) = &mut self.write_budget {
             budget.refill(now);
         }
+        if self.is_recovering() {
+            // Which slots are free is not known.
+            return;
+        }
         // Slot sizes that have no slot to give now: pages of other sizes need not wait for them.
         let mut full: Vec<u32> = Vec::new();
         while !self.spill.is_empty() && self.may_write() {

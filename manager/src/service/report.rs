@@ -83,7 +83,8 @@ impl Service {
         }
         self.show_health();
         if let Some(storage) = &self.storage {
-            let devices = storage.mirrors(|device| self.core.device_usage(device));
+            let recovering = self.core.is_recovering();
+            let devices = storage.mirrors(recovering, |device| self.core.device_usage(device));
             self.telemetry.set_devices(devices);
             self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
         }

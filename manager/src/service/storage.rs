@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth};
+use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery};
 
-use crate::core::{Effect, Event, Nanos};
+use crate::core::{Effect, Event, Nanos, Recovered};
 use crate::ssd::{
-    DeviceInfo, EngineKind, Health, QueueFull, ReadOrder, SsdEnd, SsdTier, WriteOrder,
+    DeviceInfo, EngineKind, Health, QueueFull, ReadOrder, ScanState, SsdEnd, SsdTier, WriteOrder,
 };
 use crate::telemetry::mirror::DeviceMirror;
 
@@ -83,6 +83,12 @@ impl Storage {
         }
     }
 
+    /// What the files hold, once, when all of it is known.
+    pub(super) fn poll_recovery(&mut self) -> Option<Recovered> {
+        let recovery = self.tier.as_mut()?.poll_recovery()?;
+        Some(recovery.found)
+    }
+
     /// The end of one order.
     pub(super) fn poll(&mut self) -> Option<Event<'static>> {
         let end = match &mut self.tier {
@@ -137,13 +143,17 @@ impl Storage {
         tier.status().all(|status| status.health == Health::Healthy)
     }
 
-    /// What telemetry shows of each device.
+    /// What telemetry shows of each device. `recovering` says that not all that was found on them
+    /// is taken over.
     pub(super) fn mirrors(
         &self,
+        recovering: bool,
         usage: impl Fn(usize) -> (u64, u64),
     ) -> impl Iterator<Item = DeviceMirror<'_>> {
         let status = self.tier.iter().flat_map(SsdTier::status);
-        self.devices.iter().zip(status).enumerate().map(move |(number, (info, status))| {
+        let scans = self.tier.iter().flat_map(SsdTier::scans);
+        let all = self.devices.iter().zip(status.zip(scans));
+        all.enumerate().map(move |(number, (info, (status, scan)))| {
             let (used_bytes, slots) = usage(number);
             DeviceMirror {
                 path: &info.path,
@@ -165,6 +175,16 @@ impl Storage {
                     Health::ReadOnly => SsdHealth::ReadOnly,
                     Health::WriteOnly | Health::Off => SsdHealth::Off,
                 },
+                recovery: match scan.state {
+                    ScanState::Running => SsdRecovery::Scanning,
+                    ScanState::Complete if recovering => SsdRecovery::TakingOver,
+                    ScanState::Complete => SsdRecovery::Done,
+                    ScanState::Failed => SsdRecovery::Unreadable,
+                    ScanState::Stalled => SsdRecovery::Stalled,
+                },
+                scan_slots: scan.slots,
+                scanned_slots: scan.scanned,
+                scan_read_bytes: scan.read_bytes,
             }
         })
     }

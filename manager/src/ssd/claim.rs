@@ -1,8 +1,8 @@
 //! The start of one file: claimed, made or grown, its space reserved.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read};
-use std::path::{Path, PathBuf};
+use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -16,9 +16,10 @@ use super::tier::SsdConfig;
 /// A blank file up to this length is taken for a new one.
 const BLANK_BYTES_MAX: u64 = 1 << 20;
 
-/// Files that a failing start removes again: those that it made, when this is dropped.
+/// Files that a failing start removes again: those that it made, when this is dropped. Each stays
+/// locked until it is gone, so that nobody else takes it over in between.
 #[derive(Default, Debug)]
-pub struct MadeFiles(Vec<PathBuf>);
+pub struct MadeFiles(Vec<Arc<SsdFile>>);
 
 impl MadeFiles {
     /// The start has succeeded.
@@ -29,8 +30,8 @@ impl MadeFiles {
 
 impl Drop for MadeFiles {
     fn drop(&mut self) {
-        for path in &self.0 {
-            let _ = std::fs::remove_file(path);
+        for file in &self.0 {
+            file.remove();
         }
     }
 }
@@ -50,32 +51,33 @@ impl Claimed {
         config: &SsdConfig,
         made: &mut MadeFiles,
     ) -> Result<Self, SsdError> {
-        let is_new =
-            path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
-        let opened = SsdFile::open(path, Access::Tier { direct: config.direct });
-        let mut file = opened.inspect_err(|error| {
-            // One that another process has was made by that process, a moment before us.
-            if is_new && !matches!(error, SsdError::Locked { .. }) {
-                let _ = std::fs::remove_file(path);
-            }
-        })?;
-        if is_new {
-            made.0.push(path.to_owned());
+        let mut file = SsdFile::open(path, Access::Tier { direct: config.direct })?;
+        let prepared = prepare(&mut file, config);
+        let file = Arc::new(file);
+        if file.is_made() {
+            made.0.push(file.clone());
         }
-        let files = config.paths.len() as u64;
-        let want = config.capacity_bytes / files / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
-        // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
-        // that was cut off.
-        let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {
-            file.check_space(want)?;
-            format(&file, want, config.slot_bytes_max)?
-        } else {
-            metadata::load(&file)?
-        };
-        let changed = fit(&mut state, want, path)?;
-        file.reserve(state.geometry.capacity_bytes)?;
-        Ok(Self { file: Arc::new(file), state, changed })
+        let (state, changed) = prepared?;
+        Ok(Self { file, state, changed })
     }
+}
+
+/// Reads the state of a file, or formats it, and reserves its space. Says whether the state is
+/// another than the file's.
+fn prepare(file: &mut SsdFile, config: &SsdConfig) -> Result<(Superblock, bool), SsdError> {
+    let files = config.paths.len() as u64;
+    let want = config.capacity_bytes / files / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
+    // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
+    // that was cut off.
+    let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {
+        file.check_space(want)?;
+        format(file, want, config.slot_bytes_max)?
+    } else {
+        metadata::load(file)?
+    };
+    let changed = fit(&mut state, want, file.path())?;
+    file.reserve(state.geometry.capacity_bytes)?;
+    Ok((state, changed))
 }
 
 /// Writes both superblocks of a new file. The space is reserved afterwards: a start that is cut

@@ -142,7 +142,7 @@ impl Device {
             ends,
             notify: shared.notify.clone(),
         };
-        spawn("ssd-verify", shared, move || verifier.run(&to_check))?;
+        spawn("ssd-verify", &shared.alive, move || verifier.run(&to_check))?;
         let duty = {
             let (counters, activity) = (counters.clone(), activity.clone());
             move |engine| Reader::new(engine, geometry, counters, activity, results)
@@ -314,7 +314,7 @@ where
 {
     let (tell, made) = channel();
     let control = shared.control.clone();
-    spawn(name, shared, move || {
+    spawn(name, &shared.alive, move || {
         // On this thread: a ring belongs to the thread that made it.
         match spec.build() {
             Ok(engine) => {
@@ -332,12 +332,13 @@ fn made(made: &Made) -> Result<EngineMode, SsdError> {
     answer.map_err(|errno| SsdError::System { operation: "start of the I/O engine", errno })
 }
 
-fn spawn(
+/// Starts a thread that holds a clone of `alive` until its end.
+pub(crate) fn spawn(
     name: &'static str,
-    shared: &Shared,
+    alive: &Sender<()>,
     body: impl FnOnce() + Send + 'static,
 ) -> Result<(), SsdError> {
-    let alive = shared.alive.clone();
+    let alive = alive.clone();
     std::thread::Builder::new()
         .name(name.to_owned())
         .spawn(move || {

@@ -1,6 +1,7 @@
 //! One SSD file: claimed, preallocated, read and written in whole blocks.
 
 use std::fs::{File, OpenOptions};
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -25,6 +26,8 @@ const DEAD_HOLDER_PAUSE: Duration = Duration::from_millis(5);
 pub(crate) struct SsdFile {
     file: File,
     path: PathBuf,
+    /// There was none before.
+    made: bool,
     direct: bool,
     preallocated: bool,
 }
@@ -47,7 +50,7 @@ impl SsdFile {
         let path = path.to_owned();
         match path.metadata() {
             Ok(metadata) if !metadata.is_file() => return Err(SsdError::NotAFile { path }),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
                 if let Ok(target) = path.read_link() {
                     return Err(SsdError::DanglingLink { path, target });
                 }
@@ -70,26 +73,49 @@ impl SsdFile {
             Access::Tier { .. } => (true, FlockOperation::NonBlockingLockExclusive),
             Access::Inspect => (false, FlockOperation::NonBlockingLockShared),
         };
+        let absent =
+            path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
         let opened =
             OpenOptions::new().read(true).write(write).create(write).mode(0o600).open(&path);
         let file = match opened {
             Ok(file) => file,
             Err(error) => return Err(io_error("open", &path, 0, 0, errno_of(&error))),
         };
-        let mut file = Self { file, path, direct: false, preallocated: false };
-        file.check_file_system()?;
-        file.lock(lock)?;
+        let made = absent && write;
+        let mut file = Self { file, path, made, direct: false, preallocated: false };
+        file.take(access, lock).inspect_err(|error| {
+            // One that another process has was made by that process, a moment before us.
+            if made && !matches!(error, SsdError::Locked { .. }) {
+                file.remove();
+            }
+        })?;
+        Ok(file)
+    }
+
+    fn take(&mut self, access: Access, lock: FlockOperation) -> Result<(), SsdError> {
+        self.check_file_system()?;
+        self.lock(lock)?;
         match access {
             Access::Tier { direct: true } => {
-                if !file.set_direct()? {
-                    return Err(SsdError::NoDirectIo { path: file.path });
+                if !self.set_direct()? {
+                    return Err(SsdError::NoDirectIo { path: self.path.clone() });
                 }
             }
             // Checking a cache should not fill the page cache, but must not fail for it either.
-            Access::Inspect => _ = file.set_direct()?,
+            Access::Inspect => _ = self.set_direct()?,
             Access::Tier { direct: false } => {}
         }
-        Ok(file)
+        Ok(())
+    }
+
+    /// Whether this made the file.
+    pub(crate) fn is_made(&self) -> bool {
+        self.made
+    }
+
+    /// Removes the name. The lock stays until the file is closed.
+    pub(crate) fn remove(&self) {
+        let _gone = std::fs::remove_file(&self.path);
     }
 
     /// Where it is.

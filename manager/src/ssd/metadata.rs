@@ -135,6 +135,11 @@ impl Metadata {
         }
     }
 
+    /// Drops the record of a forget that no slot needs, with the next superblock.
+    pub(crate) fn unforget(&mut self, namespace: [u8; 32], generation: u64) {
+        self.dirty |= self.state.unforget(namespace, generation);
+    }
+
     /// Forgets a namespace in both copies, synced: whichever copy a crash leaves, it says so.
     pub(crate) fn record_forget(
         &mut self,

@@ -6,6 +6,7 @@
 //! ```text
 //!  reactor ── SsdTier ──▶ reader ──▶ verifier ──▶ ends     one of each for every file
 //!                    └──▶ writer ───────────────▶ ends     reader and writer own an I/O engine
+//!               ◀── recovery ◀── census ◀── scan           at a start: a scan for every file
 //! ```
 //!
 //! Laws: memory that an order names is the tier's from `submit_*` until the order's end is polled.
@@ -30,6 +31,7 @@ mod order;
 pub mod probe;
 mod reader;
 mod recover;
+mod survey;
 mod sweep;
 mod tier;
 mod uring;
@@ -56,7 +58,8 @@ pub(crate) use io::CHUNK_IMAGE_BYTES_MAX;
 pub use io::{EngineKind, EngineMode, TaskRun};
 pub use order::{ReadOrder, SsdEnd, WriteOrder};
 pub use recover::SlotCounts;
-pub use tier::{ClaimedTier, QueueFull, Recovery, SsdConfig, SsdTier};
+pub use survey::{Recovery, ScanState, ScanStatus};
+pub use tier::{ClaimedTier, QueueFull, SsdConfig, SsdTier};
 pub use verify::verify;
 
 /// Files of one tier at most.

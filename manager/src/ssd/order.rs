@@ -60,7 +60,21 @@ pub enum SsdEnd {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WriterCommand {
     Write(WriteOrder),
-    Region { region: u32, slot_bytes: u32 },
-    Retire { offset: u64 },
-    Forget { ticket: Ticket, namespace: [u8; 32], generation: u64 },
+    Region {
+        region: u32,
+        slot_bytes: u32,
+    },
+    Retire {
+        offset: u64,
+    },
+    Forget {
+        ticket: Ticket,
+        namespace: [u8; 32],
+        generation: u64,
+    },
+    /// No slot is left that this forgets: its record goes, with the next superblock.
+    Unforget {
+        namespace: [u8; 32],
+        generation: u64,
+    },
 }

@@ -79,7 +79,11 @@ impl Census {
             self.counts.stale += 1;
             return;
         }
-        let page = RecoveredPage { slot, image };
+        self.take_page(RecoveredPage { slot, image });
+    }
+
+    fn take_page(&mut self, page: RecoveredPage) {
+        let image = &page.image;
         match self.newest.entry((image.namespace, image.hash.0)) {
             Entry::Vacant(place) => {
                 place.insert(page);
@@ -92,6 +96,33 @@ impl Census {
                 }
             }
         }
+    }
+
+    /// Joins what another file holds.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.counts.slots += other.counts.slots;
+        self.counts.torn += other.counts.torn;
+        self.counts.stale += other.counts.stale;
+        self.counts.empty += other.counts.empty;
+        self.unread |= other.unread;
+        self.highest_generation = self.highest_generation.max(other.highest_generation);
+        for (namespace, generation) in other.oldest {
+            let oldest = self.oldest.entry(namespace).or_insert(generation);
+            *oldest = generation.min(*oldest);
+        }
+        if self.newest.is_empty() {
+            self.newest = other.newest;
+            self.counts.valid = other.counts.valid;
+            return;
+        }
+        for page in other.newest.into_values() {
+            self.take_page(page);
+        }
+    }
+
+    /// Whether the device did not give some footer.
+    pub(crate) fn has_unread(&self) -> bool {
+        self.unread
     }
 
     /// True when some slot may hold a page that `entry` forgets, so that it must be kept.

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::flight::{Flight, part_of};
 use super::format::{Block, Footer, FooterError, Superblock};
@@ -15,6 +16,12 @@ use crate::image::{DramSlice, ImageMemory};
 const RUN_BYTES: u32 = 1 << 20;
 /// Runs that are read at once.
 const RUNS_MAX: u64 = 8;
+/// Runs of a scan beside a Manager that serves, which has memory of its own.
+const RUNS_ASIDE: u32 = 3;
+/// That memory, in bytes.
+pub(crate) const ASIDE_BYTES: usize = ((1 + RUNS_ASIDE) * RUN_BYTES) as usize;
+/// Footers that a device may fail to give before its scan is given up.
+pub(crate) const UNREAD_MAX: u64 = 64;
 /// Slots up to this length are read whole: a drive that gives 50,000 blocks or 2 GB a second gives
 /// 40 KiB in the time of one more request.
 const RUN_SLOT_BYTES_MAX: u32 = 32 << 10;
@@ -55,34 +62,85 @@ impl Places {
     }
 }
 
+/// How far a scan is, for others to see.
+#[derive(Default, Debug)]
+pub(crate) struct ScanProgress {
+    /// Slots there are.
+    pub(crate) slots: AtomicU64,
+    /// Slots that were looked at.
+    pub(crate) scanned: AtomicU64,
+    /// Bytes that were read for that.
+    pub(crate) bytes: AtomicU64,
+}
+
+/// Who looks at a scan, and when it ends early.
+pub(crate) struct ScanWatch<'a> {
+    /// Told as it goes.
+    pub(crate) progress: &'a ScanProgress,
+    /// Whether to stop.
+    pub(crate) stops: &'a dyn Fn() -> bool,
+    /// Footers that may be missing before the scan is given up.
+    pub(crate) unread_max: u64,
+}
+
+/// Why a scan did not look at every slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ScanEnd {
+    /// There is no memory to read into; nothing was read.
+    NoRoom,
+    /// It was told to stop.
+    Stopped,
+    /// Too many footers could not be read, or not one could.
+    Failed(IoFault),
+}
+
+/// Slots of all regions that have a slot length.
+pub(crate) fn slots_of(state: &Superblock) -> u64 {
+    let regions = state.regions.iter().enumerate();
+    regions.map(|(region, bytes)| u64::from(state.geometry.slots(region as u32, *bytes))).sum()
+}
+
 /// Reports what is in each slot of each region that has a slot length, each once, in no order, and
 /// where its image came along, the bytes of the whole slot.
-/// `memory` is used until this returns and must hold no image. False when it has no room at all;
-/// then nothing was read.
+/// `memory` is used until this returns and must hold no image. After an error some slots were not
+/// reported.
 pub(crate) fn scan(
     engine: Box<dyn Engine>,
     memory: &dyn ImageMemory,
     state: &Superblock,
     device: u16,
+    watch: &ScanWatch<'_>,
     mut found: impl FnMut(Slot, Found, Option<DramSlice<'_>>),
-) -> bool {
-    let Some(mut places) = Places::of(memory, engine.depth()) else { return false };
+) -> Result<(), ScanEnd> {
+    let mut places = Places::of(memory, engine.depth()).ok_or(ScanEnd::NoRoom)?;
+    let slots = slots_of(state);
+    let mut unread = 0;
+    let mut found = |slot: Slot, what: Found, bytes: Option<DramSlice<'_>>| {
+        unread += u64::from(matches!(what, Found::Unread(_)));
+        watch.progress.scanned.fetch_add(1, Ordering::Relaxed);
+        found(slot, what, bytes);
+        unread
+    };
+    let mut given_up = None;
     let mut flight = Flight::new(engine, Transfer::Read, Arc::default());
     let mut pieces = pieces(state, !places.runs.is_empty());
     // Runs that found no place, and slots of runs that could not be read as a whole.
     let mut first = VecDeque::new();
     loop {
-        while flight.has_room(0, u64::MAX)
+        given_up = given_up.or_else(|| (watch.stops)().then_some(ScanEnd::Stopped));
+        while given_up.is_none()
+            && flight.has_room(0, u64::MAX)
             && let Some(piece) = first.pop_front().or_else(|| pieces.next())
         {
             let Some(place) = places.of_kind(piece.whole).pop() else {
                 first.push_front(piece);
                 break;
             };
-            send(&mut flight, state, piece, place);
+            let bytes = send(&mut flight, state, piece, place);
+            watch.progress.bytes.fetch_add(bytes, Ordering::Relaxed);
         }
         if flight.is_idle() {
-            return true;
+            break;
         }
         flight.wait(&mut || false);
         while let Some(((piece, place), fault)) = flight.take_ended() {
@@ -92,11 +150,15 @@ pub(crate) fn scan(
                 let single = |first| Piece { first, slots: 1, whole: false, ..piece };
                 first.extend(slots.map(single));
             } else {
-                report(memory, state, device, (piece, place), fault, &mut found);
+                let unread = report(memory, state, device, (piece, place), fault, &mut found);
+                if let Some(fault) = fault.filter(|_| unread >= watch.unread_max.min(slots)) {
+                    given_up = given_up.or(Some(ScanEnd::Failed(fault)));
+                }
             }
             places.of_kind(piece.whole).push(place);
         }
     }
+    given_up.map_or(Ok(()), Err)
 }
 
 /// Everything there is to read, in file order.
@@ -115,7 +177,13 @@ fn slot_bytes(state: &Superblock, region: u32) -> u32 {
     state.regions.get(region as usize).copied().unwrap_or(0)
 }
 
-fn send(flight: &mut Flight<(Piece, Extent)>, state: &Superblock, piece: Piece, place: Extent) {
+/// Returns how many bytes it reads.
+fn send(
+    flight: &mut Flight<(Piece, Extent)>,
+    state: &Superblock,
+    piece: Piece,
+    place: Extent,
+) -> u64 {
     let slot_bytes = slot_bytes(state, piece.region);
     let start = state.geometry.slot_offset(piece.region, slot_bytes, piece.first);
     let (offset, bytes) = if piece.whole {
@@ -128,6 +196,7 @@ fn send(flight: &mut Flight<(Piece, Extent)>, state: &Superblock, piece: Piece, 
     chunk.push(page, Part::Image(part_of(place, 0, bytes)));
     flight.send(chunk);
     flight.seal(page);
+    bytes.into()
 }
 
 fn report(
@@ -136,8 +205,9 @@ fn report(
     device: u16,
     (piece, place): (Piece, Extent),
     fault: Option<IoFault>,
-    found: &mut impl FnMut(Slot, Found, Option<DramSlice<'_>>),
-) {
+    found: &mut impl FnMut(Slot, Found, Option<DramSlice<'_>>) -> u64,
+) -> u64 {
+    let mut unread = 0;
     let bytes = slot_bytes(state, piece.region);
     let mut block = Block::ZERO;
     for number in 0..piece.slots {
@@ -156,8 +226,9 @@ fn report(
         let whole = piece.whole && fault.is_none();
         let slot = whole.then(|| part_of(place, end - bytes, bytes));
         let slot = slot.and_then(|slot| memory.slice(slot));
-        found(Slot { device, offset, bytes }, what, slot);
+        unread = found(Slot { device, offset, bytes }, what, slot);
     }
+    unread
 }
 
 #[cfg(test)]
@@ -178,6 +249,13 @@ mod tests {
     const CAPACITY: u64 = 200 << 20;
     const SMALL: u32 = 8 << 10;
     const LARGE: u32 = 1 << 20;
+    const WATCH: ScanWatch<'static> =
+        ScanWatch { progress: &NOBODY, stops: &|| false, unread_max: UNREAD_MAX };
+    static NOBODY: ScanProgress = ScanProgress {
+        slots: AtomicU64::new(0),
+        scanned: AtomicU64::new(0),
+        bytes: AtomicU64::new(0),
+    };
 
     /// Small slots in region 0, large ones in region 2.
     fn state() -> Superblock {
@@ -219,11 +297,15 @@ mod tests {
         let engine = FakeEngine::new(disk.clone(), memory.clone(), wake, 16).with_plan(plan);
         let log = engine.log();
         let mut all = HashMap::new();
-        assert!(scan(Box::new(engine), &*memory, &state, 4, |slot, found, whole| {
+        let progress = ScanProgress::default();
+        let watch = ScanWatch { progress: &progress, ..WATCH };
+        let end = scan(Box::new(engine), &*memory, &state, 4, &watch, |slot, found, whole| {
             assert_eq!(slot.device, 4);
             assert_eq!(whole.is_some_and(|slice| slice.bytes() == SMALL as usize), whole.is_some());
             assert_eq!(all.insert(slot.offset, found), None, "told twice");
-        }));
+        });
+        assert_eq!(end, Ok(()));
+        assert_eq!(progress.scanned.load(Ordering::Relaxed), slots_of(&state));
         for region in 0..state.regions.len() as u32 {
             for index in 0..state.geometry.slots(region, slot_bytes(&state, region)) {
                 assert!(all.contains_key(&slot(&state, region, index).offset), "{region} {index}");
@@ -292,6 +374,94 @@ mod tests {
         let (memory, disk) = (Arc::new(HeapImages::new(0)), Disk::default());
         let wake = Arc::new(Wake::new().unwrap());
         let engine = FakeEngine::new(disk, memory.clone(), wake, 16);
-        assert!(!scan(Box::new(engine), &*memory, &state(), 0, |slot, _, _| panic!("{slot:?}")));
+        let found = |slot, _: Found, _: Option<DramSlice<'_>>| panic!("{slot:?}");
+        let end = scan(Box::new(engine), &*memory, &state(), 0, &WATCH, found);
+        assert_eq!(end, Err(ScanEnd::NoRoom));
+    }
+
+    /// Scans a disk of large slots; ends early as `watch` says.
+    fn ended(
+        plan: impl FnMut(&Chunk) -> Option<Fault> + 'static,
+        watch: &ScanWatch<'_>,
+    ) -> (Result<(), ScanEnd>, usize) {
+        let mut state = state();
+        state.regions[0] = 0;
+        let (memory, disk) = (Arc::new(HeapImages::new(ASIDE_BYTES)), vec![0; CAPACITY as usize]);
+        let wake = Arc::new(Wake::new().unwrap());
+        let disk = Arc::new(Mutex::new(disk));
+        let engine = FakeEngine::new(disk, memory.clone(), wake, 16).with_plan(plan);
+        let mut told = 0;
+        let end = scan(Box::new(engine), &*memory, &state, 0, watch, |_, _, _| told += 1);
+        (end, told)
+    }
+
+    /// A file none of whose footers can be read is given up, and so is one with too many that
+    /// cannot; fewer cost their slots only. Nothing is in flight afterwards.
+    #[test]
+    fn a_file_that_cannot_be_read_is_given_up() {
+        let eio = || Some(Fault::Errno(libc::EIO));
+        let failed = Err(ScanEnd::Failed(IoFault::Errno(libc::EIO)));
+        let mut large = state();
+        large.regions[0] = 0;
+        let slots = slots_of(&large) as usize;
+        let watch = ScanWatch { unread_max: 10, ..WATCH };
+        assert_eq!(ended(move |_| eio(), &WATCH).0, failed, "{slots} slots, none of them");
+        let first = |bad| {
+            let mut reads = 0;
+            move |_: &Chunk| {
+                reads += 1;
+                (reads <= bad).then(eio).flatten()
+            }
+        };
+        assert_eq!(ended(first(9), &watch), (Ok(()), slots));
+        let (end, told) = ended(first(10), &watch);
+        assert_eq!(end, failed);
+        assert!((10..slots).contains(&told), "{told} of {slots}");
+    }
+
+    #[test]
+    fn a_scan_that_is_told_to_stop_takes_what_is_in_flight_back() {
+        let calls = std::cell::Cell::new(0);
+        let stops = || calls.replace(calls.get() + 1) == 2;
+        let (end, told) = ended(|_| None, &ScanWatch { stops: &stops, ..WATCH });
+        assert_eq!(end, Err(ScanEnd::Stopped));
+        assert!(told > 0);
+    }
+
+    /// A hundred thousand slots are found by their footers alone, at depth.
+    #[test]
+    fn a_hundred_thousand_slots_cost_a_footer_each() {
+        const SLOT: u32 = 36 << 10;
+        const SLOTS: u64 = 100_000;
+        let mut state = Superblock::new(FileId([1; 16]), 3600 << 20, 0).unwrap();
+        state.regions.fill(SLOT);
+        let all = slots_of(&state);
+        assert!(all >= SLOTS, "{all}");
+        // Zeros that nobody touches take no memory.
+        let disk: Disk = Arc::new(Mutex::new(vec![0; state.geometry.capacity_bytes as usize]));
+        for region in (0..state.regions.len() as u32).step_by(7) {
+            let slot = Slot {
+                device: 0,
+                offset: state.geometry.slot_offset(region, SLOT, 3),
+                bytes: SLOT,
+            };
+            write(&disk, &state, slot, region.into());
+        }
+        let memory = Arc::new(HeapImages::new(ASIDE_BYTES));
+        let engine = FakeEngine::new(disk, memory.clone(), Arc::new(Wake::new().unwrap()), 128);
+        let log = engine.log();
+        let progress = ScanProgress::default();
+        let watch = ScanWatch { progress: &progress, ..WATCH };
+        let mut footers = 0;
+        let end = scan(Box::new(engine), &*memory, &state, 0, &watch, |_, found, whole| {
+            assert!(whole.is_none());
+            footers += usize::from(matches!(found, Found::Footer(_)));
+        });
+        assert_eq!((end, footers), (Ok(()), state.regions.len().div_ceil(7)));
+        assert_eq!(progress.scanned.load(Ordering::Relaxed), all);
+        assert_eq!(progress.bytes.load(Ordering::Relaxed), all * u64::from(FOOTER_BYTES));
+        let log = log.lock().unwrap();
+        assert_eq!(log.len() as u64, all);
+        assert!(log.iter().all(|served| served.bytes == FOOTER_BYTES));
     }
 }

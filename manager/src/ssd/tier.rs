@@ -1,4 +1,5 @@
-//! The tier as the reactor sees it: opened with what it recovered, told what to do, polled for ends.
+//! The tier as the reactor sees it: opened, polled for what its files hold, told what to do, polled
+//! for ends.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
@@ -9,16 +10,16 @@ use std::time::{Duration, Instant};
 use super::DEVICES_MAX;
 use super::claim::{Claimed, MadeFiles};
 use super::counters::DeviceCounters;
-use super::device::{Device, DeviceInfo, DeviceStatus, Notify, Refusal, Shared};
-use super::engine::{EngineChoice, EngineSpec, Resolved, resolve};
+use super::device::{Device, DeviceInfo, DeviceStatus, Health, Notify, Refusal, Shared};
+use super::engine::{EngineChoice, Resolved, resolve};
 use super::error::SsdError;
 use super::format::Forgotten;
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
-use super::recover::{Census, SlotCounts, all_forgotten};
-use super::sweep::scan;
+use super::recover::all_forgotten;
+use super::survey::{Recovery, ScanStatus, Survey, SurveyParts};
 use super::worker::Control;
-use crate::core::{IoFault, RecoveredPage, Slot, Ticket};
+use crate::core::{IoFault, Slot, Ticket};
 use crate::image::ImageMemory;
 
 /// How long the end of a tier waits for I/O that the kernel does not give back.
@@ -40,8 +41,6 @@ pub struct SsdConfig {
     pub write_in_flight_bytes: u64,
     /// Longest slot that will be used, in bytes; decides the region length of new files.
     pub slot_bytes_max: u32,
-    /// Sizes of the DRAM arenas, by number, to be registered with the rings; empty for none.
-    pub arena_bytes: Vec<u64>,
 }
 
 /// The files of a tier, locked and with their space reserved, before there is memory to read them
@@ -87,22 +86,6 @@ impl ClaimedTier {
     }
 }
 
-/// What was on SSD.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Recovery {
-    /// The files, in configuration order.
-    pub devices: Vec<DeviceInfo>,
-    /// The newest slot of each page that is neither forgotten nor retired, by place; its ancestors
-    /// may be in no slot.
-    pub pages: Vec<RecoveredPage>,
-    /// Generations start above this.
-    pub highest_generation: u64,
-    /// Namespaces whose older pages some slot may still hold.
-    pub forgotten: Vec<Forgotten>,
-    /// What the slots held.
-    pub counts: SlotCounts,
-}
-
 /// The queue is full: try again after the next end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the ssd queue is full")]
@@ -120,6 +103,8 @@ pub struct SsdTier {
     /// Ends that no worker reports.
     ended: VecDeque<SsdEnd>,
     next: usize,
+    /// The search of the files for pages, once the workers run.
+    survey: Option<Survey>,
     /// The workers have ended, or were left behind.
     is_over: bool,
 }
@@ -132,21 +117,25 @@ impl SsdTier {
     /// See [`SsdError`]. Files that were made by this call are removed again.
     pub fn open(
         config: &SsdConfig,
+        arena_bytes: &[u64],
         memory: Arc<dyn ImageMemory>,
         notify: Notify,
-    ) -> Result<(Self, Recovery), SsdError> {
+    ) -> Result<(Self, Vec<DeviceInfo>), SsdError> {
         let mut claimed = ClaimedTier::claim(config)?;
         let mut made = claimed.made_files();
-        let opened = Self::start(claimed, &config.arena_bytes, memory, notify)?;
+        let opened = Self::start(claimed, arena_bytes, memory, notify)?;
         made.keep();
         Ok(opened)
     }
 
-    /// Reads the footers of the files and starts the workers. Until this returns, `memory` must
-    /// hold no image: the footers pass through it. `arena_bytes` are the sizes of the DRAM arenas,
-    /// by number, to be registered with the rings; empty for none.
+    /// Starts the workers, and the search of the files for pages beside them. Until
+    /// [`poll_recovery`](Self::poll_recovery) tells what was found nothing may be written, since
+    /// it is not known which slots hold something and which generations are given. `arena_bytes`
+    /// are the sizes of the DRAM arenas, by number, to be registered with the rings; empty for
+    /// none.
     ///
-    /// `notify` is called after an end is ready for [`poll`](Self::poll), from other threads.
+    /// `notify` is called after an end is ready for [`poll`](Self::poll), or a recovery, from other
+    /// threads.
     ///
     /// # Errors
     ///
@@ -156,12 +145,10 @@ impl SsdTier {
         arena_bytes: &[u64],
         memory: Arc<dyn ImageMemory>,
         notify: Notify,
-    ) -> Result<(Self, Recovery), SsdError> {
+    ) -> Result<(Self, Vec<DeviceInfo>), SsdError> {
         let ClaimedTier { resolved, files, write_in_flight_bytes, .. } = claimed;
-        let (census, forgotten) = survey(&files, resolved, &memory)?;
-        let forgotten: Vec<Forgotten> =
-            forgotten.into_iter().filter(|entry| census.still_needs(entry)).collect();
-
+        // A file that was away while another forgot follows it, before anything of it is found.
+        let forgotten = all_forgotten(files.iter().map(|claimed| &claimed.state));
         let (alive, gone) = channel();
         // Before what is shared, so that it is dropped after it and sees every thread go.
         let mut tier = Self {
@@ -171,6 +158,7 @@ impl SsdTier {
             forgets: HashMap::new(),
             ended: VecDeque::new(),
             next: 0,
+            survey: None,
             is_over: false,
         };
         let shared = Shared {
@@ -179,19 +167,44 @@ impl SsdTier {
             resolved,
             write_bytes_in_flight: write_in_flight_bytes,
             control: tier.control.clone(),
-            notify,
+            notify: notify.clone(),
             alive,
         };
         let mut infos = Vec::new();
+        let mut searched = Vec::new();
         for claimed in files {
-            let info = start(claimed, &shared, &forgotten, &mut tier.devices)?;
-            infos.push(info);
+            searched.push((claimed.file.clone(), claimed.state.clone()));
+            infos.push(start(claimed, &shared, &forgotten, &mut tier.devices)?);
         }
-        let counts = census.counts;
-        let highest_generation = census.highest_generation;
-        let pages = census.into_pages();
-        let recovery = Recovery { devices: infos, pages, highest_generation, forgotten, counts };
-        Ok((tier, recovery))
+        let parts = SurveyParts {
+            files: searched,
+            forgotten,
+            resolved,
+            control: tier.control.clone(),
+            notify,
+            alive: shared.alive,
+        };
+        tier.survey = Some(Survey::start(parts)?);
+        Ok((tier, infos))
+    }
+
+    /// What was on the files, once, when all of it is known.
+    pub fn poll_recovery(&mut self) -> Option<Recovery> {
+        let recovery = self.survey.as_mut()?.poll()?;
+        for device in &mut self.devices {
+            for &Forgotten { namespace, generation } in &recovery.needless {
+                if !device.record(WriterCommand::Unforget { namespace, generation }) {
+                    // Kept until the next start, which costs nothing but its place.
+                    break;
+                }
+            }
+        }
+        Some(recovery)
+    }
+
+    /// How far the search of each file is, in configuration order.
+    pub fn scans(&self) -> impl Iterator<Item = ScanStatus> + '_ {
+        self.survey.iter().flat_map(Survey::status)
     }
 
     /// Orders a read.
@@ -318,7 +331,11 @@ impl SsdTier {
 
     /// Every device, in configuration order.
     pub fn status(&self) -> impl Iterator<Item = DeviceStatus> + '_ {
-        self.devices.iter().map(Device::status)
+        let lost = self.scans().map(|scan| scan.state.is_lost()).chain(std::iter::repeat(false));
+        self.devices.iter().zip(lost).map(|(device, lost)| {
+            let status = device.status();
+            DeviceStatus { health: if lost { Health::Off } else { status.health }, ..status }
+        })
     }
 
     /// Does what is still ordered, for `timeout` at most, writes the superblocks and ends the
@@ -388,29 +405,4 @@ fn start(
         read_mode,
         write_mode,
     })
-}
-
-/// Reads the footers of all files.
-fn survey(
-    files: &[Claimed],
-    resolved: Resolved,
-    memory: &Arc<dyn ImageMemory>,
-) -> Result<(Census, Vec<Forgotten>), SsdError> {
-    let forgotten = all_forgotten(files.iter().map(|claimed| &claimed.state));
-    let mut census = Census::default();
-    for (device, claimed) in files.iter().enumerate() {
-        let engine = EngineSpec::for_scan(resolved, claimed.file.clone(), memory.clone())?;
-        let scanned = scan(engine, &**memory, &claimed.state, device as u16, |slot, found, _| {
-            census.take(&claimed.state, &forgotten, slot, found);
-        });
-        if !scanned {
-            return Err(SsdError::NO_ROOM);
-        }
-        let known = claimed.state.generation.max(claimed.state.generation_floor);
-        census.highest_generation = census.highest_generation.max(known);
-    }
-    for entry in &forgotten {
-        census.highest_generation = census.highest_generation.max(entry.generation);
-    }
-    Ok((census, forgotten))
 }

@@ -16,12 +16,12 @@ use super::metadata;
 use super::order::ReadOrder;
 use super::reader::Reader;
 use super::recover::{Census, Found, SlotCounts, all_forgotten};
-use super::sweep::scan;
+use super::sweep::{ScanProgress, ScanWatch, scan, slots_of};
 use super::uring::UringEngine;
 use super::verifier::{ReadResult, fault_of_image};
 use super::worker::Duty;
-use crate::core::{Extent, RecoveredPage, Ticket};
-use crate::image::ImageMemory;
+use crate::core::{Extent, RecoveredPage, Slot, Ticket};
+use crate::image::{DramSlice, ImageMemory};
 
 /// Images in memory at most.
 const IMAGES_MAX: usize = 4096;
@@ -63,23 +63,25 @@ pub fn verify(
     let mut checked = HashMap::new();
     let total: u64 = files.iter().map(|(_, state)| slots_of(state)).sum();
     let mut done = 0;
+    let scanned = ScanProgress::default();
     for (device, (file, state)) in files.iter().enumerate() {
         let engine = EngineSpec::for_scan(resolved, file.clone(), memory.clone())?;
-        let scanned = scan(engine, &**memory, state, device as u16, |slot, found, bytes| {
+        let watch = ScanWatch { progress: &scanned, stops: &|| false, unread_max: u64::MAX };
+        let found = |slot: Slot, found, bytes: Option<DramSlice<'_>>| {
             if let (Found::Footer(footer), Some(bytes)) = (found, bytes) {
                 let image = bytes.prefix(footer.image.image_bytes as usize);
                 let is_whole = image.is_some_and(|i| i.checksum() == footer.image.checksum);
                 checked.insert((slot.device, slot.offset), is_whole);
             }
-            done += u64::from(bytes.is_some());
+            // What has no image, or came with it, is dealt with; other images are read afterwards.
+            done += u64::from(bytes.is_some() || !matches!(found, Found::Footer(_)));
             if done % PROGRESS_SLOTS == 0 {
                 progress(done, total);
             }
             census.take(state, &forgotten, slot, found);
-        });
-        if !scanned {
-            return Err(SsdError::NO_ROOM);
-        }
+        };
+        scan(engine, &**memory, state, device as u16, &watch, found)
+            .map_err(|_| SsdError::NO_ROOM)?;
     }
     let mut counts = census.counts;
     let mut pages = census.into_pages();
@@ -128,11 +130,6 @@ fn read_whole(
         Check { reader, results, memory, places }.run(alike, &mut tell);
     }
     Ok(())
-}
-
-fn slots_of(state: &Superblock) -> u64 {
-    let regions = state.regions.iter().enumerate();
-    regions.map(|(region, bytes)| u64::from(state.geometry.slots(region as u32, *bytes))).sum()
 }
 
 /// Memory for images of one length.

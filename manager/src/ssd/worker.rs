@@ -58,6 +58,11 @@ impl Control {
         self.state.store(ABORT, Ordering::Release);
     }
 
+    /// Whether the tier ends, one way or the other.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.state.load(Ordering::Acquire) != RUN
+    }
+
     fn is_over(&self) -> bool {
         let deadline = *self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
         deadline.is_none_or(|deadline| Instant::now() >= deadline)

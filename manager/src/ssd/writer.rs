@@ -247,6 +247,9 @@ impl Writer {
                 let _ = self.metadata.record_region(region, slot_bytes);
             }
             WriterCommand::Retire { offset } => self.metadata.retire(offset),
+            WriterCommand::Unforget { namespace, generation } => {
+                self.metadata.unforget(namespace, generation);
+            }
             WriterCommand::Forget { ticket, namespace, generation } => {
                 let recorded = self.metadata.record_forget(namespace, generation);
                 let fault = recorded.err().map(|error| fault_of(&error));
@@ -324,8 +327,8 @@ impl Duty for Writer {
                     (self.notify)();
                 }
                 WriterCommand::Retire { offset } => self.metadata.retire(offset),
-                // A region without slots in use needs no record.
-                WriterCommand::Region { .. } => {}
+                // A region without slots in use needs no record, and one too many does no harm.
+                WriterCommand::Region { .. } | WriterCommand::Unforget { .. } => {}
             }
         }
     }

@@ -10,7 +10,7 @@ use orbitkv_shm_protocol::record::RequestKind;
 use orbitkv_shm_protocol::telemetry::{
     DeviceFault, DeviceRow, LEASE_ROWS, LeaseRow, NAMESPACE_ROWS, NamespaceRow, OPERATION_ROWS,
     OperationRow, OperationStage, SessionRow, SessionState, SsdEngine, SsdFault, SsdHealth,
-    text_words,
+    SsdRecovery, text_words,
 };
 
 use crate::core::{CopyFault, IoFault};
@@ -172,6 +172,14 @@ pub struct DeviceMirror<'a> {
     pub registered: bool,
     /// What it still does.
     pub health: SsdHealth,
+    /// Whether its pages were found again.
+    pub recovery: SsdRecovery,
+    /// Slots of its regions at the start.
+    pub scan_slots: u64,
+    /// Those that were looked at since.
+    pub scanned_slots: u64,
+    /// Bytes that were read for that.
+    pub scan_read_bytes: u64,
 }
 
 impl From<DeviceMirror<'_>> for DeviceRow {
@@ -188,6 +196,10 @@ impl From<DeviceMirror<'_>> for DeviceRow {
             preallocated: device.preallocated.into(),
             registered: device.registered.into(),
             health: device.health.to_word(),
+            recovery: device.recovery.to_word(),
+            scan_slots: device.scan_slots,
+            scanned_slots: device.scanned_slots,
+            scan_read_bytes: device.scan_read_bytes,
         }
     }
 }

@@ -25,7 +25,7 @@ pub struct DeviceFamily {
 }
 
 /// The table of these metrics; all are gauges.
-pub const DEVICE_FAMILIES: [DeviceFamily; 8] = [
+pub const DEVICE_FAMILIES: [DeviceFamily; 12] = [
     DeviceFamily {
         name: "orbitkv_ssd_device_capacity_bytes",
         help: "Bytes that slots of the device may take.",
@@ -65,6 +65,26 @@ pub const DEVICE_FAMILIES: [DeviceFamily; 8] = [
         name: "orbitkv_ssd_device_writable",
         help: "1 while pages are written to the device.",
         value: |device| (device.health == "healthy").into(),
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_recovering",
+        help: "1 while its pages are being found again after a start.",
+        value: |device| device.is_recovering().into(),
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_scan_slots",
+        help: "Slots of the device at the start.",
+        value: |device| device.scan_slots,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_scanned_slots",
+        help: "Those that were looked at since.",
+        value: |device| device.scanned_slots,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_scan_read_bytes",
+        help: "Bytes that were read for that.",
+        value: |device| device.scan_read_bytes,
     },
 ];
 

@@ -15,7 +15,8 @@ use crate::telemetry::{
     CONFIG, DEVICES, DeviceRow, HISTOGRAM_WORDS, HTTP_WORDS, Identity, Latency, LeaseRow,
     METRIC_WORDS, ManagerState, Metric, NAMESPACES, NUMBERS, NamespaceRow, OperationRow,
     OperationStage, PAGE_MODE_WORDS, SegmentWriter, SessionRow, SessionState, SsdEngine, SsdFault,
-    SsdHealth, TEXTS, bucket_of, leases_group, operations_group, session_group, text_words,
+    SsdHealth, SsdRecovery, TEXTS, bucket_of, leases_group, operations_group, session_group,
+    text_words,
 };
 
 const SECOND: u64 = 1_000_000_000;
@@ -110,6 +111,10 @@ fn busy_writer() -> SegmentWriter {
             preallocated: 1,
             registered: 0,
             health: SsdHealth::ReadOnly.to_word(),
+            recovery: SsdRecovery::Scanning.to_word(),
+            scan_slots: 100,
+            scanned_slots: 60,
+            scan_read_bytes: 60 * 4096,
         }],
     );
     writer.update_table(
@@ -157,7 +162,8 @@ fn json_has_the_promised_shape() {
     );
     promised(
         &json["ssd"][0],
-        "path capacity_bytes used_bytes slots reading writing engine direct preallocated health",
+        "path capacity_bytes used_bytes slots reading writing engine direct preallocated health \
+         recovery scan_slots scanned_slots",
     );
     promised(&json["budget"], "total_bytes speculative_bytes limits");
     promised(

@@ -8,7 +8,7 @@ use crate::ids::{EngineId, OperationId};
 use crate::record::RequestKind;
 use crate::telemetry::{
     DeviceRow, LeaseRow, Metric, NamespaceRow, OperationRow, OperationStage, SessionRow,
-    SessionState, SsdEngine, SsdHealth, printable_line, text_bytes,
+    SessionState, SsdEngine, SsdHealth, SsdRecovery, printable_line, text_bytes,
 };
 
 /// Shown for a number that no Manager writes.
@@ -106,6 +106,24 @@ pub struct DeviceView {
     pub registered: bool,
     /// `healthy`, `read_only` or `off`.
     pub health: &'static str,
+    /// What became of its pages at the start: `scanning`, `taking_over`, `done`, `unreadable` or
+    /// `stalled`.
+    pub recovery: &'static str,
+    /// Slots of its regions at the start.
+    pub scan_slots: u64,
+    /// Those that were looked at since.
+    pub scanned_slots: u64,
+    /// Bytes that were read for that.
+    pub scan_read_bytes: u64,
+}
+
+impl DeviceView {
+    /// Whether its pages are still being found again.
+    pub fn is_recovering(&self) -> bool {
+        [SsdRecovery::Scanning, SsdRecovery::TakingOver]
+            .map(SsdRecovery::label)
+            .contains(&self.recovery)
+    }
 }
 
 /// Bytes that leases and preparations hold.
@@ -265,6 +283,10 @@ impl DeviceView {
             preallocated: row.preallocated != 0,
             registered: row.registered != 0,
             health: SsdHealth::from_word(row.health).map_or(UNKNOWN, SsdHealth::label),
+            recovery: SsdRecovery::from_word(row.recovery).map_or(UNKNOWN, SsdRecovery::label),
+            scan_slots: row.scan_slots,
+            scanned_slots: row.scanned_slots,
+            scan_read_bytes: row.scan_read_bytes,
         }
     }
 }

@@ -310,6 +310,22 @@ label_enum! {
 }
 
 label_enum! {
+    /// Whether what an SSD device holds was found again after the start.
+    SsdRecovery, "recovery" {
+        /// Its footers are being read: no reads, no writes, no hits yet.
+        Scanning => "scanning",
+        /// The pages that were found are being taken over: hits as they come, no writes yet.
+        TakingOver => "taking_over",
+        /// It is in use.
+        Done => "done",
+        /// Its footers could not be read: off until the next start.
+        Unreadable => "unreadable",
+        /// No footer came for 30 s: off until the next start.
+        Stalled => "stalled",
+    }
+}
+
+label_enum! {
     /// What an SSD device still does.
     SsdHealth, "health" {
         /// Reads and writes.

@@ -28,6 +28,14 @@ pub struct DeviceRow {
     pub registered: u64,
     /// [`SsdHealth`](super::SsdHealth) as a word.
     pub health: u64,
+    /// [`SsdRecovery`](super::SsdRecovery) as a word.
+    pub recovery: u64,
+    /// Slots of its regions at the start.
+    pub scan_slots: u64,
+    /// Those that were looked at since.
+    pub scanned_slots: u64,
+    /// Bytes that were read for that.
+    pub scan_read_bytes: u64,
 }
 
 /// One session and its rings.

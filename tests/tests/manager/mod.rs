@@ -147,6 +147,23 @@ impl Manager {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
+    /// Waits until what is on SSD was found again, or could not be.
+    pub(crate) fn must_recover(&self) {
+        let started = Instant::now();
+        loop {
+            let inspected = self.inspect();
+            let devices = inspected["ssd"].as_array().unwrap();
+            let is_recovering = |device: &Value| {
+                matches!(device["recovery"].as_str(), Some("scanning" | "taking_over"))
+            };
+            if !devices.iter().any(is_recovering) {
+                return;
+            }
+            assert!(started.elapsed() < PATIENCE, "never recovered: {devices:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// A counter, once `inspect` shows the value that it must reach; it may not pass it.
     pub(crate) fn must_count(&self, name: &str, expected: u64) {
         let started = Instant::now();

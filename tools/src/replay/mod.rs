@@ -238,6 +238,8 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
             (manager.socket().to_owned(), Some(manager))
         }
     };
+    // Else it would depend on the moment of the start how much of the trace is on SSD.
+    observe::recovered(&socket)?;
     let before = Numbers::read(&socket)?;
     let plan = plan(&run, &socket);
     let device_pages = u64::from(plan.open.device_pages);

@@ -4,9 +4,12 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use orbitkv_shm_protocol::inspect::{self, InspectError, LifeState, Snapshot};
+use orbitkv_shm_protocol::inspect::{self, DeviceView, InspectError, LifeState, Snapshot};
 use orbitkv_shm_protocol::telemetry::{Metric, SpillOutcome, SsdFault};
 use serde::Serialize;
+
+use crate::exit::ToolError;
+use crate::signal;
 
 /// Longest wait for spill set, leases and pinned pages to become empty.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -131,6 +134,20 @@ impl Numbers {
             cpu_seconds: (self.cpu_seconds - before.cpu_seconds).max(0.0),
             ..*self
         }
+    }
+}
+
+/// Waits until the Manager has found again what was on SSD when it started.
+pub(super) fn recovered(socket: &Path) -> Result<(), ToolError> {
+    loop {
+        let snapshot = inspect::read(socket)?;
+        let busy =
+            !snapshot.manager.torn.is_empty() || snapshot.ssd.iter().any(DeviceView::is_recovering);
+        if !busy || snapshot.manager.state == LifeState::Dead {
+            return Ok(());
+        }
+        signal::check()?;
+        thread::sleep(PAUSE);
     }
 }
 

@@ -207,6 +207,14 @@ impl Superblock {
         self.forgotten.push(Forgotten { namespace, generation });
     }
 
+    /// Drops the record of a forget that no slot needs any more, unless a later one took its place.
+    /// True when there was one.
+    pub fn unforget(&mut self, namespace: [u8; 32], generation: u64) -> bool {
+        let before = self.forgotten.len();
+        self.forgotten.retain(|e| e.namespace != namespace || e.generation > generation);
+        self.forgotten.len() != before
+    }
+
     /// True when a page of `namespace` with `generation` must not be hit again.
     pub fn is_forgotten(&self, namespace: &[u8; 32], generation: u64) -> bool {
         generation < self.generation_floor

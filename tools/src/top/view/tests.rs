@@ -8,7 +8,7 @@ use orbitkv_shm_protocol::ids::{EngineId, Epoch, SessionId};
 use orbitkv_shm_protocol::inspect::now_ns;
 use orbitkv_shm_protocol::record::{RequestKind, Status};
 use orbitkv_shm_protocol::telemetry::{
-    CopyDirection, HeldIn, ManagerState, Metric, SessionState, SsdEngine, SsdHealth,
+    CopyDirection, HeldIn, ManagerState, Metric, SessionState, SsdEngine, SsdHealth, SsdRecovery,
 };
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -45,6 +45,10 @@ impl Fake {
             preallocated: true,
             registered: true,
             health: SsdHealth::ReadOnly,
+            recovery: SsdRecovery::Done,
+            scan_slots: 0,
+            scanned_slots: 0,
+            scan_read_bytes: 0,
         }]);
         for id in 1..=sessions {
             let _slot = telemetry.open_session(&SessionMirror {
