@@ -449,6 +449,9 @@ impl Manager {
     /// When that never ends.
     #[must_use]
     pub fn recovered(self) -> Self {
+        if !self.setup().ssd {
+            return self;
+        }
         self.settle("nothing more is found on SSD", |seen| {
             !seen.ssd.iter().any(DeviceView::is_recovering)
         });

@@ -1,6 +1,7 @@
 //! Goal: a query over several ranks and groups hits exactly what a restore could use. Method: every
 //! subset of the pages of small namespaces against the definition of each dependency, written out.
 
+use orbitkv_manager::core::{CoreConfig, CoreRefusal};
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::record::{QueryMode, Status};
@@ -179,4 +180,45 @@ fn a_gap_at_the_end_of_a_wide_window_costs_its_page_only() {
     let set = world.set(session, &scopes);
     let query = world.query(session, set, QueryMode::Candidate, &pages(&whole));
     assert_eq!(world.ended(session, query).completion.pages as usize, PAGES - 1);
+}
+
+/// The table of namespaces is bounded, and what nobody uses makes room: else one client that comes
+/// and goes would shut everybody out.
+#[test]
+fn a_namespace_that_nothing_refers_to_makes_room() {
+    let config = CoreConfig { namespaces_max: 3, ..generous(16 * PAGE) };
+    let mut world = World::new(config, &[]);
+    let names = |world: &mut World, session, model: &str| {
+        world.core.define_namespace(session, &spec(model, PAGE)).map(|(scope, _)| scope)
+    };
+    let first = world.attach(1);
+    let scope = world.namespace(first, &spec("kept", PAGE));
+    let region = world.region(first, scope, 16);
+    let hashes = chain(1, 4);
+    world.save(first, region, &pages(&hashes));
+    world.settle();
+    names(&mut world, first, "unused").expect("room");
+    let second = world.attach(2);
+    names(&mut world, second, "named").expect("room");
+    let full = CoreRefusal::LimitReached { what: "namespace", limit: 3 };
+    assert_eq!(names(&mut world, second, "more"), Err(full));
+    names(&mut world, second, "kept").expect("it is known");
+    // Its pages keep one, the second session another.
+    world.close(first);
+    let holder = world.attach(3);
+    world.namespace(holder, &spec("more", PAGE));
+    assert_eq!(names(&mut world, second, "again"), Err(full));
+    world.close(second);
+    let third = world.attach(4);
+    names(&mut world, third, "again").expect("the second session is gone");
+    assert_eq!(names(&mut world, third, "too many"), Err(full), "pages of the first are there");
+    world.evict_dram();
+    let other = SessionId(third.0 + 1);
+    assert_eq!(world.attach(5), other);
+    let late = world.namespace(other, &spec("late", PAGE));
+    let query = world.query(other, late, QueryMode::Demand, &pages(&hashes));
+    world.settle();
+    assert_eq!(world.ended(other, query).completion.pages, 0, "another's pages are not its own");
+    assert_eq!(world.core.gauges().namespaces, 3);
+    world.core.check_laws();
 }

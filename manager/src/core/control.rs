@@ -9,6 +9,7 @@ use super::flow::Work;
 use super::job::{Job, JobRef, Stage};
 use super::namespace::NamespaceId;
 use super::replacement::{ListKind, Recency};
+use super::session::Scope;
 use super::stats::{LeaseEnd, SpillOutcome};
 use super::{Core, Taken};
 
@@ -301,7 +302,13 @@ impl Core {
         let Some(session) = self.sessions.get_mut(id) else { return };
         if session.closing {
             if session.outstanding == 0 && session.copies == 0 {
+                let scopes = std::mem::take(&mut session.scopes);
                 self.sessions.close(id);
+                for scope in &scopes {
+                    if let Scope::One(namespace) = scope {
+                        self.namespaces.get_mut(*namespace).scopes -= 1;
+                    }
+                }
                 self.stats.sessions_ended += 1;
                 out.list.push(Effect::SessionEnded { session: id });
             }

@@ -78,6 +78,8 @@ impl Page {
 pub(super) struct PageSlab {
     pages: Vec<Page>,
     free: Vec<u32>,
+    /// Live pages of each namespace.
+    of_namespace: Vec<u32>,
 }
 
 impl IndexOp<PageId> for PageSlab {
@@ -99,11 +101,19 @@ impl PageSlab {
         self.pages.len() - self.free.len()
     }
 
+    /// Live pages of a namespace, findable or not.
+    pub(super) fn len_of(&self, namespace: NamespaceId) -> u32 {
+        self.of_namespace.get(namespace.0 as usize).copied().unwrap_or(0)
+    }
+
     pub(super) fn is_live(&self, id: PageId) -> bool {
         self[id].live
     }
 
     fn insert(&mut self, namespace: NamespaceId, era: u32, hash: PageHash) -> PageId {
+        let namespaces = self.of_namespace.len().max(namespace.0 as usize + 1);
+        self.of_namespace.resize(namespaces, 0);
+        self.of_namespace[namespace.0 as usize] += 1;
         let page = Page {
             hash,
             namespace,
@@ -148,6 +158,8 @@ impl PageSlab {
         debug_assert!(page.extent.is_none() && page.slot.is_none() && page.waiters == NIL);
         debug_assert!(page.links.iter().all(|link| *link == Link::ABSENT));
         page.live = false;
+        let namespace = page.namespace.0 as usize;
+        self.of_namespace[namespace] -= 1;
         self.free.push(id.0);
     }
 

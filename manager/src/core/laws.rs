@@ -19,8 +19,9 @@ use super::extents::UNIT_BYTES;
 use super::flow::Work;
 use super::index::PageId;
 use super::job::{EntryState, Job, JobRef, Stage};
-use super::namespace::NamespaceFingerprint;
+use super::namespace::{NamespaceFingerprint, NamespaceId};
 use super::query::charge;
+use super::session::Scope;
 use super::slots::slot_bytes;
 
 /// A page as a test sees it.
@@ -445,6 +446,26 @@ impl Core {
     }
 
     fn check_sessions(&self) {
+        let mut scopes: HashMap<NamespaceId, u32> = HashMap::new();
+        for scope in self.sessions.iter().flat_map(|(_, session)| &session.scopes) {
+            if let Scope::One(namespace) = scope {
+                *scopes.entry(*namespace).or_default() += 1;
+            }
+        }
+        let mut pages: HashMap<NamespaceId, u32> = HashMap::new();
+        for (_, page) in self.pages.iter() {
+            *pages.entry(page.namespace).or_default() += 1;
+        }
+        for (id, namespace) in self.namespaces.numbered() {
+            let counted = (scopes.get(&id).copied(), pages.get(&id).copied());
+            let counted = (counted.0.unwrap_or(0), counted.1.unwrap_or(0));
+            assert_eq!(
+                (namespace.scopes, self.pages.len_of(id)),
+                counted,
+                "uses of {}",
+                namespace.label
+            );
+        }
         for (id, session) in self.sessions.iter() {
             let of_session = || self.jobs.iter().filter(|(_, job)| job.session == id);
             let (mut outstanding, mut ranges) = (0, session.ranges.clone());

@@ -38,7 +38,8 @@ pub const WRITE_BURST_NS: Nanos = 3_600_000_000_000;
 pub const WRITE_RESUME_NS: Nanos = 1_000_000_000;
 /// Keys that the `reuse` spill policy remembers of pages that are gone, at most: under 64 MiB.
 pub const HISTORY_KEYS_MAX: usize = 1 << 20;
-/// Namespaces of an epoch.
+/// Namespaces at a time. One that no session names and that has no page in any tier gives its place to
+/// a new one when there are so many.
 pub const NAMESPACES_MAX: usize = 4096;
 /// Leases at a time: a lease id holds its slot in so many bits.
 pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;

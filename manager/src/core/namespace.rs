@@ -32,6 +32,8 @@ pub(super) struct Namespace {
     /// How often it was forgotten: the era of its findable pages. What a save began to copy before
     /// that is not committed after.
     pub(super) forgets: u32,
+    /// Scopes of attached sessions that name it.
+    pub(super) scopes: u32,
 }
 
 /// All namespaces of this epoch.
@@ -39,6 +41,10 @@ pub(super) struct Namespace {
 pub(super) struct Namespaces {
     table: Vec<Namespace>,
     current: HashMap<NamespaceFingerprint, NamespaceId>,
+    /// Places that were given up.
+    free: Vec<NamespaceId>,
+    /// Where the search for a place to give up goes on.
+    hand: usize,
 }
 
 /// What is wrong with a [`NamespaceSpec`].
@@ -63,8 +69,9 @@ impl Namespaces {
         self.current.get(fingerprint).copied()
     }
 
+    /// Namespaces that can be named.
     pub(super) fn len(&self) -> usize {
-        self.table.len()
+        self.current.len()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Namespace> {
@@ -93,8 +100,9 @@ impl Namespaces {
             }
             return id;
         }
-        let id = NamespaceId(self.table.len() as u32);
-        self.table.push(Namespace {
+        let free = self.free.pop();
+        let id = free.unwrap_or(NamespaceId(self.table.len() as u32));
+        let namespace = Namespace {
             fingerprint,
             dependency,
             image_bytes,
@@ -103,10 +111,29 @@ impl Namespaces {
             doomed: Recency::new(ListKind::Namespace),
             dram_pages: 0,
             ssd_pages: 0,
-            forgets: 0,
-        });
+            // What is remembered of the one before, by place and era, is none of its own.
+            forgets: free.map_or(0, |id| self.get(id).forgets.wrapping_add(1)),
+            scopes: 0,
+        };
+        match free {
+            Some(id) => *self.get_mut(id) = namespace,
+            None => self.table.push(namespace),
+        }
         self.current.insert(fingerprint, id);
         id
+    }
+
+    /// Gives the place of a namespace that `unused` accepts up, so that the next new one has it.
+    /// False when there is none.
+    pub(super) fn give_up_one(&mut self, unused: impl Fn(NamespaceId, &Namespace) -> bool) -> bool {
+        let all = self.table.len();
+        let mut places = (0..all).map(|at| (self.hand + at) % all);
+        let found = places.find(|&at| unused(NamespaceId(at as u32), &self.table[at]));
+        let Some(at) = found else { return false };
+        self.hand = at + 1;
+        self.current.remove(&self.table[at].fingerprint);
+        self.free.push(NamespaceId(at as u32));
+        true
     }
 }
 
@@ -222,6 +249,22 @@ mod tests {
         let one = NamespaceSpec { adapter: "ab".into(), salt: "c".into(), ..spec() };
         let other = NamespaceSpec { adapter: "a".into(), salt: "bc".into(), ..spec() };
         assert_ne!(namespace_fingerprint(&one), namespace_fingerprint(&other));
+    }
+
+    #[test]
+    fn a_place_that_is_given_up_is_another_namespace_then() {
+        let mut all = Namespaces::default();
+        let ids: Vec<_> = (0..3)
+            .map(|at| all.intern([at; 32], Some(DependencySpec::Chain), 4096, String::new()))
+            .collect();
+        assert!(!all.give_up_one(|_, _| false));
+        assert!(all.give_up_one(|id, _| id == ids[1]));
+        assert_eq!((all.len(), all.find(&[1; 32])), (2, None));
+        let new = all.intern([9; 32], None, 8192, String::new());
+        assert_eq!((new, all.len(), all.get(new).image_bytes), (ids[1], 3, 8192));
+        assert_eq!(all.get(new).forgets, 1, "another era");
+        let more = all.intern([10; 32], None, 4096, String::new());
+        assert_eq!(more, NamespaceId(3));
     }
 
     #[test]

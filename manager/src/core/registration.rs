@@ -108,7 +108,7 @@ impl Core {
         let fingerprint = namespace_fingerprint(spec);
         let limit = self.config.namespaces_max;
         match self.namespaces.find(&fingerprint) {
-            None if self.namespaces.len() >= limit => {
+            None if self.namespaces.len() >= limit && !self.give_up_namespace() => {
                 return Err(CoreRefusal::LimitReached { what: "namespace", limit });
             }
             Some(known) if self.namespaces.get(known).image_bytes != image_bytes => {
@@ -120,8 +120,22 @@ impl Core {
         let dependency = Some(spec.dependency);
         let label = namespace_label(spec);
         let id = self.namespaces.intern(fingerprint, dependency, image_bytes, label);
+        self.namespaces.get_mut(id).scopes += 1;
+        let found = self.sessions.get_mut(session).ok_or(CoreRefusal::UnknownSession)?;
         found.scopes.push(Scope::One(id));
         Ok((ScopeId(found.scopes.len() as u32 - 1), page_bytes))
+    }
+
+    /// Gives the place of a namespace up that nothing refers to: no session, no page in any tier,
+    /// nothing that is still to be dropped or found on SSD. False when there is none.
+    fn give_up_namespace(&mut self) -> bool {
+        if self.is_recovering() {
+            return false;
+        }
+        let (pages, doomed) = (&self.pages, &self.doomed);
+        self.namespaces.give_up_one(|id, namespace| {
+            namespace.scopes == 0 && pages.len_of(id) == 0 && !doomed.contains(&id)
+        })
     }
 
     /// Names a set of namespaces, for queries over several ranks or groups. Returns its scope and

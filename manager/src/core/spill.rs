@@ -104,12 +104,12 @@ impl Core {
     }
 
     pub(super) fn pump_writes(&mut self, now: Nanos, out: &mut Effects) {
+        if let Some(budget) = &mut self.write_budget {
+            budget.refill(now);
+        }
         if self.is_recovering() {
             // Which slots are free is not known.
             return;
-        }
-        if let Some(budget) = &mut self.write_budget {
-            budget.refill(now);
         }
         // Slot sizes that have no slot to give now: pages of other sizes need not wait for them.
         let mut full: Vec<u32> = Vec::new();

@@ -153,6 +153,8 @@ pub struct Gauges {
     pub write_budget_bytes: u64,
     /// Keys that the `reuse` policy remembers.
     pub history_keys: u64,
+    /// Namespaces that can be named.
+    pub namespaces: u64,
     pub operations: u64,
     pub reads_in_flight: u64,
     pub writes_in_flight: u64,

@@ -104,6 +104,7 @@ impl Core {
             spill_bytes: self.spill_bytes,
             write_budget_bytes: self.write_budget.map_or(0, |budget| budget.left_bytes()),
             history_keys: self.history.len() as u64,
+            namespaces: self.namespaces.len() as u64,
             operations: self.jobs.len() as u64,
             reads_in_flight: self.flow.reads_in_flight.into(),
             writes_in_flight: self.flow.writes_in_flight.into(),

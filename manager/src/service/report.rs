@@ -251,6 +251,7 @@ fn measure(counters: &mut Counters, gauges: &Gauges) {
     counters.set(Metric::SsdResidentPages, gauges.ssd_pages);
     counters.set(Metric::SpillWaitingPages, gauges.spill_pages + gauges.writes_in_flight);
     counters.set(Metric::SpillWaitingBytes, gauges.spill_bytes + gauges.writes_in_flight_bytes);
+    counters.set(Metric::NamespacesKnown, gauges.namespaces);
     counters.set(Metric::SpillHistoryPages, gauges.history_keys);
     counters.set(Metric::SsdWriteBudgetBytes, gauges.write_budget_bytes);
     counters.set(Metric::OperationsRunning, gauges.operations);

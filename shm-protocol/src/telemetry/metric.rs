@@ -251,6 +251,9 @@ metrics! {
     /// Device regions that are registered.
     SessionRegions => Gauge Count "orbitkv_session_regions";
 
+    /// Namespaces in the table; one that nothing refers to gives its place up when it is full.
+    NamespacesKnown => Gauge Count "orbitkv_namespace_known";
+
     /// Leases granted.
     LeasesGranted => Counter Count "orbitkv_lease_granted_total";
     /// Leases ended; with the held they sum to the granted.
