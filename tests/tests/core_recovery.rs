@@ -430,7 +430,7 @@ fn a_turn_of_a_take_over_is_short() {
         };
         let (region, index) = ((at / SLOTS) as u32, (at % SLOTS) as u32);
         let offset = geometry.slot_offset(region, used, index);
-        let parent = (at % 32 > 0).then(|| hash(at - 1));
+        let parent = (!at.is_multiple_of(32)).then(|| hash(at - 1));
         let image = ImageIdentity { hash: hash(at), parent, ..footer(0, None, at + 1) };
         RecoveredPage { slot: Slot { device: 0, offset, bytes: used }, image }
     };
