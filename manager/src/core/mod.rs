@@ -63,7 +63,9 @@ use session::{Session, Sessions};
 use slots::Slots;
 use write_budget::WriteBudget;
 
-pub use effect::{CopyPage, Direction, Effect, Effects, Extent, ImageIdentity, PeerFault, Slot};
+pub use effect::{
+    CopyPage, Direction, Effect, Effects, Extent, GENERATIONS_END, ImageIdentity, PeerFault, Slot,
+};
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
 pub use extents::{Extents, UNIT_BYTES};
 pub use geometry::{FOOTER_BYTES, RegionGeometry};

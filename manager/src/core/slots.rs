@@ -1,6 +1,6 @@
 //! SSD slots: which region has which slot size, which slots are free, which page is coldest.
 
-use super::effect::Slot;
+use super::effect::{GENERATIONS_END, Slot};
 use super::geometry::RegionGeometry;
 use super::index::{PageId, PageSlab};
 use super::replacement::{ListKind, Recency};
@@ -293,7 +293,7 @@ impl Slots {
     /// Every slot was read but those of the `lost` devices. Generations go on above
     /// `last_generation`.
     pub(super) fn end_census(&mut self, last_generation: u64, lost: &[u16]) {
-        self.next_generation = self.next_generation.max(last_generation.saturating_add(1));
+        self.next_generation = self.next_generation.max(last_generation.min(GENERATIONS_END) + 1);
         for &number in lost {
             if let Some(device) = self.devices.get_mut(usize::from(number)) {
                 (device.lost, device.accepts_writes) = (true, false);
@@ -615,6 +615,14 @@ mod tests {
         assert_eq!(first.first_of_region, Some(0));
         assert_eq!(second.first_of_region, None);
         assert_eq!(second.slot.offset, first.slot.offset + 8192);
+    }
+
+    #[test]
+    fn whatever_a_census_says_generations_have_a_next_one() {
+        let mut slots = Slots::new(&[]);
+        slots.end_census(u64::MAX, &[]);
+        assert_eq!(slots.take_generation(), GENERATIONS_END + 1);
+        assert_eq!(slots.take_generation(), GENERATIONS_END + 2);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use super::format::{Forgotten, Superblock};
 use super::recover::{Census, SlotCounts};
 use super::sweep::{ASIDE_BYTES, ScanEnd, ScanProgress, ScanWatch, UNREAD_MAX, scan, slots_of};
 use super::worker::Control;
-use crate::core::{IoFault, Recovered};
+use crate::core::{GENERATIONS_END, IoFault, Recovered};
 use crate::image::{HeapImages, ImageMemory};
 
 /// A file that gives no footer for so long is left out.
@@ -281,7 +281,7 @@ impl Join {
         let mut highest = self.known.max(all.highest_generation);
         let has_jumped = all.has_unread() || !lost.is_empty();
         if has_jumped {
-            highest = highest.saturating_add(UNREAD_GENERATIONS);
+            highest = highest.saturating_add(UNREAD_GENERATIONS).min(GENERATIONS_END);
         }
         let counts = all.counts;
         let found = Recovered::new(all.into_pages(), highest, lost);
