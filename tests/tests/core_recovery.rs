@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use orbitkv_manager::core::{
-    Core, CoreConfig, Direction, Effects, ImageIdentity, Recovered, RecoveredPage, Slot,
+    Core, CoreConfig, Direction, Effect, Effects, ImageIdentity, Recovered, RecoveredPage, Slot,
     SpillOutcome, slot_bytes,
 };
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
@@ -405,6 +405,43 @@ fn a_lost_device_is_neither_read_nor_written() {
     core.check_laws();
     let left: Vec<u16> = core.page_views().filter_map(|page| Some(page.slot?.device)).collect();
     assert_eq!((left, core.device_usage(1)), (vec![0], (0, 0)));
+}
+
+/// Goal: a slot whose footer could not be read is out of use, and told so to its device once.
+#[test]
+fn slots_that_could_not_be_read_are_retired() {
+    const SLOTS: u32 = 16;
+    let geometry = device(1, u64::from(SLOTS) * 2 * PAGE);
+    let used = slot_bytes(PAGE as u32);
+    let layout = orbitkv_manager::core::DeviceLayout {
+        geometry,
+        region_slot_bytes: vec![used],
+        retired: Vec::new(),
+    };
+    let config =
+        CoreConfig { devices: vec![layout], pages_recovered_per_turn: 2, ..generous(64 * PAGE) };
+    let mut core = Core::new(config);
+    core.begin_recovery();
+    let slot =
+        |index| Slot { device: 0, offset: geometry.slot_offset(0, used, index), bytes: used };
+    let found = RecoveredPage { slot: slot(3), image: footer(1, None, 1) };
+    let unread: Vec<Slot> = (5..10).map(slot).collect();
+    let mut out = Effects::default();
+    let census = Recovered::new(vec![found], 1, Vec::new()).with_unread(unread.clone());
+    core.census_taken(census, &mut out);
+    let mut turns = 0;
+    while core.is_recovering() {
+        core.pump(0, &mut out);
+        core.check_laws();
+        turns += 1;
+    }
+    assert!(turns > 2, "{turns} turns");
+    let retired = out.list.iter().filter_map(|effect| match effect {
+        Effect::RetireSlot { slot } => Some(*slot),
+        _ => None,
+    });
+    assert_eq!(retired.collect::<Vec<_>>(), unread);
+    assert_eq!((core.stats().slots_retired, core.stats().recovered_pages), (5, 1));
 }
 
 /// Prints how long the reactor is away at most while 100,000 pages are taken over.

@@ -292,7 +292,7 @@ impl Core {
     /// Orders as many copies, reads and writes as may be in flight.
     pub fn pump(&mut self, now: Nanos, out: &mut Effects) {
         self.drop_forgotten(out);
-        self.advance_recovery();
+        self.advance_recovery(out);
         self.pump_reads(now, out);
         self.pump_copies(now, out);
         self.pump_writes(now, out);

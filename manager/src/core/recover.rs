@@ -39,6 +39,7 @@ pub struct Recovered {
     by_namespace: HashMap<NamespaceFingerprint, u64>,
     last_generation: u64,
     lost: Vec<u16>,
+    unread: Vec<Slot>,
 }
 
 impl Recovered {
@@ -49,7 +50,15 @@ impl Recovered {
         for page in &pages {
             *by_namespace.entry(page.image.namespace).or_default() += 1;
         }
-        Self { pages: in_order(pages), by_namespace, last_generation, lost }
+        let unread = Vec::new();
+        Self { pages: in_order(pages), by_namespace, last_generation, lost, unread }
+    }
+
+    /// The slots whose footers could not be read: they are retired, so that the next start need not
+    /// fail to read them again.
+    #[must_use]
+    pub fn with_unread(self, unread: Vec<Slot>) -> Self {
+        Self { unread, ..self }
     }
 
     /// The pages, in order.
@@ -108,6 +117,8 @@ pub(super) struct Recovery {
     forgotten: HashSet<NamespaceId>,
     /// Forgets that wait for their generation.
     waiting: Vec<WaitingForget>,
+    /// How many of the unread slots are retired.
+    retired: usize,
     /// The next region whose free slots are to be listed.
     settled: (usize, usize),
     /// The last touch that was given to a page.
@@ -202,13 +213,21 @@ impl Core {
     }
 
     /// Takes over a bounded number of found pages; after the last the tier is in use.
-    pub(super) fn advance_recovery(&mut self) {
+    pub(super) fn advance_recovery(&mut self, out: &mut Effects) {
         if !self.has_recovered_pages() {
             return;
         }
         let Some(mut recovery) = self.recovery.take() else { return };
         let Some(mut found) = recovery.found.take() else { return };
         for _ in 0..self.config.pages_recovered_per_turn {
+            if let Some(&slot) = found.unread.get(recovery.retired) {
+                recovery.retired += 1;
+                if self.slots.retire_unread(slot) {
+                    self.stats.slots_retired += 1;
+                    out.list.push(Effect::RetireSlot { slot });
+                }
+                continue;
+            }
             let Some(page) = found.pages.get(recovery.next) else {
                 if self.slots.settle(&mut recovery.settled, SLOTS_SETTLED_PER_TURN) {
                     return;

@@ -324,6 +324,16 @@ impl Slots {
         self.classes[class].used += 1;
     }
 
+    /// Takes a slot that is [unread](Self::is_unread) out of use for ever. False for any other.
+    pub(super) fn retire_unread(&mut self, slot: Slot) -> bool {
+        let is_unread = self.is_unread(slot);
+        if let Some(owner) = self.owner_mut(slot).filter(|_| is_unread) {
+            *owner = RETIRED;
+            self.devices[usize::from(slot.device)].retired_bytes += u64::from(slot.bytes);
+        }
+        is_unread
+    }
+
     /// Lists the unread slots of the next regions as free, one region at least and then up to
     /// `slots_max` slots; `next` remembers how far it is. True when none is left.
     pub(super) fn settle(&mut self, next: &mut (usize, usize), slots_max: usize) -> bool {

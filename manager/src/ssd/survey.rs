@@ -185,7 +185,7 @@ impl Look {
         let watch = ScanWatch {
             progress: &self.progress,
             stops: &|| self.control.is_stopping(),
-            unread_max: UNREAD_MAX,
+            unread_max: Some(UNREAD_MAX),
         };
         let found = scan(engine, &*memory, &self.state, self.device, &watch, |slot, found, _| {
             census.take(&self.state, &self.forgotten, slot, found);
@@ -284,7 +284,7 @@ impl Join {
             highest = highest.saturating_add(UNREAD_GENERATIONS).min(GENERATIONS_END);
         }
         let counts = all.counts;
-        let found = Recovered::new(all.into_pages(), highest, lost);
+        let (unread, pages) = all.into_parts();
         let elapsed = began.elapsed();
         let slots: u64 = self.progress.iter().map(|seen| scanned(seen)).sum();
         let bytes = self.progress.iter().map(|seen| seen.bytes.load(Ordering::Relaxed));
@@ -297,8 +297,10 @@ impl Join {
             torn = counts.torn,
             stale = counts.stale,
             empty = counts.empty,
+            unread = unread.len(),
             "ssd slots were read"
         );
+        let found = Recovered::new(pages, highest, lost).with_unread(unread);
         Recovery { found, has_jumped, forgotten, needless, counts, ends, elapsed }
     }
 }
