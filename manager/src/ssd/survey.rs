@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use super::device::{Notify, spawn};
@@ -85,6 +85,11 @@ pub(crate) struct Survey {
     progress: Vec<Arc<ScanProgress>>,
     ends: Vec<ScanState>,
     found: Receiver<Recovery>,
+    began: Instant,
+    /// The highest generation that a file has recorded.
+    known: u64,
+    forgotten: Arc<[Forgotten]>,
+    control: Arc<Control>,
 }
 
 /// What a survey needs of a tier.
@@ -129,7 +134,13 @@ impl Survey {
         }
         drop(tell);
         let control = parts.control;
-        let join = Join { progress: progress.clone(), paths, known, forgotten, control };
+        let join = Join {
+            progress: progress.clone(),
+            paths,
+            known,
+            forgotten: forgotten.clone(),
+            control: control.clone(),
+        };
         let notify = parts.notify;
         spawn("ssd-census", &parts.alive, move || {
             if let Some(recovery) = join.run(&told, began) {
@@ -138,14 +149,30 @@ impl Survey {
             }
         })?;
         let ends = vec![ScanState::Running; progress.len()];
-        Ok(Self { progress, ends, found })
+        Ok(Self { progress, ends, found, began, known, forgotten, control })
     }
 
     /// What was found, once, when every file was read or left out.
     pub(crate) fn poll(&mut self) -> Option<Recovery> {
-        let recovery = self.found.try_recv().ok()?;
+        let recovery = match self.found.try_recv() {
+            Ok(recovery) => recovery,
+            Err(TryRecvError::Disconnected) if self.is_broken() => self.nothing(),
+            Err(_) => return None,
+        };
         self.ends.clone_from(&recovery.ends);
         Some(recovery)
+    }
+
+    /// Whether what was to tell has gone without a word.
+    fn is_broken(&self) -> bool {
+        self.ends.contains(&ScanState::Running) && !self.control.is_stopping()
+    }
+
+    /// What is known then: every file is left out.
+    fn nothing(&self) -> Recovery {
+        tracing::error!("the search of the ssd files broke off, all are off until the next start");
+        let ends = vec![ScanState::Failed; self.ends.len()];
+        conclude(Census::default(), ends, self.known, &self.forgotten, self.began.elapsed())
     }
 
     /// Every file, in configuration order.
@@ -242,7 +269,15 @@ impl Join {
                     };
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return None,
+                // Nobody is left who could.
+                Err(RecvTimeoutError::Disconnected) => {
+                    for place in 0..ends.len() {
+                        if ends[place] == ScanState::Running {
+                            self.leave_out(place, "its search broke off");
+                            ends[place] = ScanState::Failed;
+                        }
+                    }
+                }
             }
             if self.control.is_stopping() {
                 return None;
@@ -274,35 +309,46 @@ impl Join {
     }
 
     fn conclude(self, all: Census, ends: Vec<ScanState>, began: Instant) -> Recovery {
-        let lost = ends.iter().enumerate().filter(|(_, end)| end.is_lost());
-        let lost: Vec<u16> = lost.map(|(number, _)| number as u16).collect();
-        let is_needed = |entry: &Forgotten| !lost.is_empty() || all.still_needs(entry);
-        let (forgotten, needless) = self.forgotten.iter().copied().partition(is_needed);
-        let mut highest = self.known.max(all.highest_generation);
-        let has_jumped = all.has_unread() || !lost.is_empty();
-        if has_jumped {
-            highest = highest.saturating_add(UNREAD_GENERATIONS).min(GENERATIONS_END);
-        }
-        let counts = all.counts;
-        let (unread, pages) = all.into_parts();
         let elapsed = began.elapsed();
         let slots: u64 = self.progress.iter().map(|seen| scanned(seen)).sum();
         let bytes = self.progress.iter().map(|seen| seen.bytes.load(Ordering::Relaxed));
         let bytes: u64 = bytes.sum();
+        let SlotCounts { valid, torn, stale, empty, .. } = all.counts;
         tracing::info!(
             slots,
             read_bytes = bytes,
             ?elapsed,
-            valid = counts.valid,
-            torn = counts.torn,
-            stale = counts.stale,
-            empty = counts.empty,
-            unread = unread.len(),
+            valid,
+            torn,
+            stale,
+            empty,
             "ssd slots were read"
         );
-        let found = Recovered::new(pages, highest, lost).with_unread(unread);
-        Recovery { found, has_jumped, forgotten, needless, counts, ends, elapsed }
+        conclude(all, ends, self.known, &self.forgotten, elapsed)
     }
+}
+
+/// What follows from the searches of all files, of which the highest recorded generation is `known`.
+fn conclude(
+    all: Census,
+    ends: Vec<ScanState>,
+    known: u64,
+    forgotten: &[Forgotten],
+    elapsed: Duration,
+) -> Recovery {
+    let lost = ends.iter().enumerate().filter(|(_, end)| end.is_lost());
+    let lost: Vec<u16> = lost.map(|(number, _)| number as u16).collect();
+    let is_needed = |entry: &Forgotten| !lost.is_empty() || all.still_needs(entry);
+    let (forgotten, needless) = forgotten.iter().copied().partition(is_needed);
+    let mut highest = known.max(all.highest_generation);
+    let has_jumped = all.has_unread() || !lost.is_empty();
+    if has_jumped {
+        highest = highest.saturating_add(UNREAD_GENERATIONS).min(GENERATIONS_END);
+    }
+    let counts = all.counts;
+    let (unread, pages) = all.into_parts();
+    let found = Recovered::new(pages, highest, lost).with_unread(unread);
+    Recovery { found, has_jumped, forgotten, needless, counts, ends, elapsed }
 }
 
 /// The highest generation that superblocks tell of.
@@ -354,5 +400,43 @@ mod tests {
             assert!(found.has_jumped);
             assert_eq!(found.found.last_generation(), 900 + UNREAD_GENERATIONS);
         }
+    }
+
+    #[test]
+    fn a_search_that_breaks_off_leaves_its_file_out() {
+        let (tell, told) = channel();
+        tell.send((1, Ok(Census::default()))).unwrap();
+        drop(tell);
+        let join = Join {
+            progress: vec![Arc::default(), Arc::default()],
+            paths: vec!["first".into(), "second".into()],
+            known: 3,
+            forgotten: Vec::new().into(),
+            control: Arc::default(),
+        };
+        let found = join.run(&told, Instant::now()).unwrap();
+        assert_eq!(found.ends, [ScanState::Failed, ScanState::Complete]);
+        assert_eq!(found.found.last_generation(), 3 + UNREAD_GENERATIONS);
+    }
+
+    #[test]
+    fn a_census_that_breaks_off_leaves_all_files_out_once() {
+        let (hand_over, found) = channel();
+        let mut survey = Survey {
+            progress: vec![Arc::default(), Arc::default()],
+            ends: vec![ScanState::Running; 2],
+            found,
+            began: Instant::now(),
+            known: 3,
+            forgotten: Vec::new().into(),
+            control: Arc::default(),
+        };
+        assert_eq!(survey.poll(), None);
+        drop(hand_over);
+        let found = survey.poll().unwrap();
+        assert_eq!(found.ends, [ScanState::Failed; 2]);
+        assert_eq!(found.found.last_generation(), 3 + UNREAD_GENERATIONS);
+        assert_eq!(survey.poll(), None);
+        assert!(survey.status().all(|scan| scan.state.is_lost()));
     }
 }

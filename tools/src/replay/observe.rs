@@ -13,6 +13,8 @@ use crate::signal;
 
 /// Longest wait for spill set, leases and pinned pages to become empty.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for the next page that is found again; a device that is stuck is left out before.
+const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Pages that left the spill set, by outcome: they sum to the offered ones once it is empty.
@@ -137,14 +139,23 @@ impl Numbers {
     }
 }
 
-/// Waits until the Manager has found again what was on SSD when it started.
+/// Waits until the Manager has found again what was on SSD when it started, for as long as it finds
+/// more.
 pub(super) fn recovered(socket: &Path) -> Result<(), ToolError> {
+    let (mut seen, mut since) = (None, Instant::now());
     loop {
         let snapshot = inspect::read(socket)?;
         let busy =
             !snapshot.manager.torn.is_empty() || snapshot.ssd.iter().any(DeviceView::is_recovering);
         if !busy || snapshot.manager.state == LifeState::Dead {
             return Ok(());
+        }
+        let scanned: u64 = snapshot.ssd.iter().map(|device| device.scanned_slots).sum();
+        let now = Some((scanned, snapshot.counters.get(Metric::SsdRecoveredPages)));
+        if seen != now {
+            (seen, since) = (now, Instant::now());
+        } else if since.elapsed() >= RECOVERY_PAUSE_MAX {
+            return Err(ToolError::NotRecovered { seconds: RECOVERY_PAUSE_MAX.as_secs() });
         }
         signal::check()?;
         thread::sleep(PAUSE);
