@@ -508,6 +508,12 @@ impl Service {
             return self.core.has_recovered_pages();
         }
         let Some(began) = self.recovering_since.take() else { return false };
+        if let Some(found) = self.core.take_used_up() {
+            // A gigabyte of it: to give that back takes longer than a turn may.
+            let aside = std::thread::Builder::new().name("ssd-forget".to_owned());
+            // Without a thread it is dropped here.
+            let _ = aside.spawn(move || drop(found));
+        }
         let (pages, left_out) = {
             let stats = self.core.stats();
             (stats.recovered_pages, stats.recovered_dropped)

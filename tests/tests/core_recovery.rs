@@ -405,6 +405,8 @@ fn a_lost_device_is_neither_read_nor_written() {
     core.check_laws();
     let left: Vec<u16> = core.page_views().filter_map(|page| Some(page.slot?.device)).collect();
     assert_eq!((left, core.device_usage(1)), (vec![0], (0, 0)));
+    let used_up = core.take_used_up().map(|found| found.pages().len());
+    assert_eq!((used_up, core.take_used_up()), (Some(2), None), "for another thread to drop");
 }
 
 /// Goal: a slot whose footer could not be read is out of use, and told so to its device once.

@@ -176,6 +176,8 @@ pub struct Core {
     slots: Slots,
     /// While the slots are not all known.
     recovery: Option<Recovery>,
+    /// See [`take_used_up`](Self::take_used_up).
+    used_up: Option<Recovered>,
     namespaces: Namespaces,
     sessions: Sessions,
     leases: Leases,
@@ -231,6 +233,7 @@ impl Core {
             extents: Extents::new(&config.arena_bytes),
             slots,
             recovery: None,
+            used_up: None,
             history: History::new(history_bytes, config.hash_seed),
             namespaces: Namespaces::default(),
             sessions: Sessions::default(),

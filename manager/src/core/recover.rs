@@ -140,7 +140,9 @@ impl Core {
         if self.slots.is_empty() {
             return;
         }
-        self.slots.begin_census();
+        let slots = self.slots.begin_census();
+        // Now, while there is nothing to move: a turn has no time for that.
+        self.index.reserve(&mut self.pages, slots);
         self.touches += TOUCHES_OF_RECOVERED;
         let touched = self.touches;
         self.recovery = Some(Recovery { touched, ..Recovery::default() });
@@ -149,6 +151,11 @@ impl Core {
     /// Whether the SSD tier takes no writes yet, because not all of it is known.
     pub fn is_recovering(&self) -> bool {
         self.recovery.is_some()
+    }
+
+    /// Whether it is not known yet what is on SSD.
+    pub(super) fn is_in_census(&self) -> bool {
+        self.recovery.as_ref().is_some_and(|recovery| recovery.found.is_none())
     }
 
     /// Whether found pages wait for another [`pump`](Self::pump) to be taken over.
@@ -161,7 +168,6 @@ impl Core {
         let Some(recovery) = &mut self.recovery else { return };
         debug_assert!(recovery.found.is_none(), "one census a start");
         self.slots.end_census(found.last_generation, &found.lost);
-        self.index.reserve(&mut self.pages, found.pages.len());
         let waiting = std::mem::take(&mut recovery.waiting);
         recovery.found = Some(found);
         for WaitingForget { ticket, job, namespace } in waiting {
@@ -212,6 +218,11 @@ impl Core {
         (pages, pages * u64::from(of.image_bytes))
     }
 
+    /// What was found, once all of it is taken over: large, and of no more use.
+    pub fn take_used_up(&mut self) -> Option<Recovered> {
+        self.used_up.take()
+    }
+
     /// Takes over a bounded number of found pages; after the last the tier is in use.
     pub(super) fn advance_recovery(&mut self, out: &mut Effects) {
         if !self.has_recovered_pages() {
@@ -230,6 +241,7 @@ impl Core {
             }
             let Some(page) = found.pages.get(recovery.next) else {
                 if self.slots.settle(&mut recovery.settled, SLOTS_SETTLED_PER_TURN) {
+                    self.used_up = Some(found);
                     return;
                 }
                 break;

@@ -281,13 +281,19 @@ impl Slots {
         }
     }
 
-    /// No slot is known to be free until [`settle`](Self::settle) says so.
-    pub(super) fn begin_census(&mut self) {
+    /// No slot is known to be free until [`settle`](Self::settle) says so. Returns how many may hold
+    /// a page.
+    pub(super) fn begin_census(&mut self) -> usize {
+        let mut unread = 0;
         for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
             region.free.clear();
             let free = region.owners.iter_mut().filter(|owner| **owner == FREE);
-            free.for_each(|owner| *owner = UNREAD);
+            free.for_each(|owner| {
+                *owner = UNREAD;
+                unread += 1;
+            });
         }
+        unread
     }
 
     /// Every slot was read but those of the `lost` devices. Generations go on above
