@@ -487,6 +487,20 @@ fn a_file_cut_under_a_running_tier_is_short_not_stale_bytes() {
 /// Goal: a slot that was being reused at the crash is never served with mixed bytes. Method: put
 /// half of a new image in front of the old footer, then the new footer behind half of the image.
 #[test]
+fn a_file_of_which_nothing_can_be_read_is_all_torn_for_verify() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let mut bench = Bench::open(&config(&path, 100 * MIB, EngineChoice::Auto));
+    let page = bench.write(hash(1), 64 * KIB);
+    let geometry = bench.geometry();
+    bench.tier.stop(Duration::from_secs(30));
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(geometry.data_offset).unwrap();
+    let counts = check(&path);
+    let slots = u64::from(geometry.slots(0, page.slot.bytes));
+    assert_eq!((counts.slots, counts.torn), (slots, slots));
+}
+
+#[test]
 fn a_torn_slot_is_a_miss_whichever_part_is_new() {
     let folder = folder();
     let path = folder.path().join("tier");
