@@ -58,10 +58,13 @@ const TABLES_INTERVAL_NS: Nanos = 20_000_000;
 const TABLES_INTERVAL_NS_MAX: Nanos = 200_000_000;
 /// How long the last SSD orders may take at a stop.
 const STORAGE_STOP_MAX: Duration = Duration::from_secs(2);
-/// When they must have ended, counted from the begin of the stop: early enough for the 10 s that a
+/// When the last of them and their workers must have ended, whatever the kernel keeps, counted from the begin of the stop: early enough for the 10 s that a
 /// stop may take in all.
 const STORAGE_STOP_BY: Duration = Duration::from_millis(9_200);
-/// How long a stop waits for operations under way before it closes the sessions.
+/// What they have all the same, to write the superblocks.
+const STORAGE_STOP_MIN: Duration = Duration::from_millis(500);
+/// How long a stop waits for operations under way before it closes the sessions, and for the end of
+/// the search for what is on SSD, before which nothing can be written.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
 /// What the reactor is made of.
@@ -800,10 +803,14 @@ impl Service {
 
     fn has_stopped(&self) -> bool {
         let Some(stopping) = &self.stopping else { return false };
+        let now = self.clock.now();
         // What cannot be written now is not waited for.
-        let quiet = self.core.is_quiet() && !self.core.spill_can_go_on();
+        let may_come = self.core.is_recovering()
+            && !self.core.spill_is_drained()
+            && now < stopping.close_sessions_at;
+        let quiet = self.core.is_quiet() && !self.core.spill_can_go_on() && !may_come;
         let ended = stopping.sessions_closed && self.clients.is_empty() && quiet;
-        ended || self.clock.now() >= stopping.give_up_at
+        ended || now >= stopping.give_up_at
     }
 
     /// Ends the workers. Everything in flight comes back before memory is given up.
@@ -822,11 +829,13 @@ impl Service {
         let by = began.saturating_add(nanos_of(STORAGE_STOP_BY));
         let left = Duration::from_nanos(by.saturating_sub(self.clock.now()));
         if let Some(storage) = &mut self.storage {
-            storage.stop(STORAGE_STOP_MAX.min(left));
+            let all = left.max(STORAGE_STOP_MIN);
+            // Half at least for the superblocks, and for what the kernel has by then.
+            storage.stop(STORAGE_STOP_MAX.min(all / 2), all);
         }
         let now = self.clock.now();
-        self.take_copy_ends(now);
-        self.take_storage_ends(now);
+        while self.take_copy_ends(now) {}
+        while self.take_storage_ends(now) {}
         self.effects.clear();
         self.report(now);
         drained

@@ -274,6 +274,7 @@ fn dram_is_served_before_the_tier_is_known() {
     assert_eq!(hits(&mut world, &spec("model", PAGE), &old), 3);
     assert_eq!(world.core.stats().ssd_pages_written, 0);
     assert_eq!(world.core.gauges().spill_pages, 7);
+    assert!(!world.core.spill_can_go_on(), "a stop need not wait for what cannot begin");
     take_over(&mut world);
     world.settle();
     let stats = world.core.stats();

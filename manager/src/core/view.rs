@@ -134,11 +134,14 @@ impl Core {
         self.spill.is_empty() && self.flow.writes_in_flight == 0
     }
 
-    /// Whether a page that waits to be written can be: some device takes writes, and the write
-    /// budget is not used up.
+    /// Whether a page that waits to be written can be: it is known what is on SSD, some device takes
+    /// writes, and the write budget is not used up.
     pub fn spill_can_go_on(&self) -> bool {
         self.flow.writes_in_flight > 0
-            || (!self.spill.is_empty() && !self.is_over_write_budget() && self.slots.take_writes())
+            || (!self.spill.is_empty()
+                && !self.is_in_census()
+                && !self.is_over_write_budget()
+                && self.slots.take_writes())
     }
 
     /// Whether nothing is in flight: no copy, read or write.

@@ -131,10 +131,11 @@ impl Storage {
         })
     }
 
-    /// Does what is still ordered and ends the workers; the last ends can still be polled.
-    pub(super) fn stop(&mut self, timeout: Duration) {
+    /// Does what is still ordered, for `timeout` at most, and ends the workers, which takes `all` at
+    /// most; the last ends can still be polled.
+    pub(super) fn stop(&mut self, timeout: Duration, all: Duration) {
         if let Some(tier) = self.tier.take() {
-            self.last_ends.extend(tier.stop(timeout));
+            self.last_ends.extend(tier.stop_within(timeout, all));
         }
     }
 

@@ -353,9 +353,14 @@ impl SsdTier {
     /// Does what is still ordered, for `timeout` at most, writes the superblocks and ends the
     /// workers. Returns the ends that were not polled; every order has had one by then, unless the
     /// kernel keeps I/O for longer than five seconds more.
-    pub fn stop(mut self, timeout: Duration) -> Vec<SsdEnd> {
-        self.control.drain(Instant::now() + timeout);
-        self.wait_for_workers(timeout + STUCK_IO_WAIT);
+    pub fn stop(self, timeout: Duration) -> Vec<SsdEnd> {
+        self.stop_within(timeout, timeout + STUCK_IO_WAIT)
+    }
+
+    /// The same, and what the kernel keeps for longer than `all` is left to it.
+    pub fn stop_within(mut self, timeout: Duration, all: Duration) -> Vec<SsdEnd> {
+        self.control.drain(Instant::now() + timeout.min(all));
+        self.wait_for_workers(all);
         std::iter::from_fn(|| self.poll()).collect()
     }
 
