@@ -181,6 +181,15 @@ const SIZE_FIELDS: [SizeField; 8] = [
     SizeField {
         flag: None,
         section: "ssd",
+        name: "read_join",
+        range: 4 * KIB..=MIB,
+        step: 1,
+        beside: &["--ssd", "p"],
+        zero: None,
+    },
+    SizeField {
+        flag: None,
+        section: "ssd",
         name: "write_budget_per_day",
         range: GIB..=1024 * TIB,
         step: 1,

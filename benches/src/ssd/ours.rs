@@ -130,6 +130,7 @@ impl Ours {
             direct: true,
             engine: EngineChoice::Auto,
             write_in_flight_bytes: WRITE_IN_FLIGHT_BYTES,
+            read_join_bytes: 1 << 20,
             slot_bytes_max: slot_bytes(page_bytes_max),
         };
         let mut claimed = ClaimedTier::claim(&config)?;
