@@ -876,7 +876,7 @@ fn a_device_that_fails_is_left_alone_and_comes_back() {
     let counters = bench.tier.status().next().unwrap().counters;
     assert_eq!(counters.read_faults[IoFault::Short.index()], failures);
     assert_eq!((counters.read_faults[IoFault::Off.index()], counters.reading), (1, 0));
-    assert_eq!(bench.tier.status().next().unwrap().health, Health::WriteOnly);
+    assert_eq!(bench.tier.status().next().unwrap().health, Health::Off);
     // It heals. Zeros are there now, not the page, which is no fault of the device.
     file.set_len(length).unwrap();
     let healed = loop {

@@ -42,7 +42,7 @@ pub use access::{
 pub use label::{
     CloseReason, CopyDirection, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState, OperationStage,
     PrepareOutcome, Reason, RefuseReason, SessionState, SpillOutcome, SsdEngine, SsdFault,
-    SsdHealth, SsdRecovery,
+    SsdHealth, SsdRecovery, SsdStop,
 };
 pub use latency::{
     BUCKETS, HISTOGRAM_WORDS, LATENCY_HELP, LATENCY_NAME, LATENCY_WORDS, Latency, bucket_end,
@@ -136,7 +136,7 @@ pub const TELEMETRY_BYTES: usize =
     (SESSION_FIRST.offset + SESSION_ROWS * SESSION_STRIDE).next_multiple_of(4096);
 
 const _: () = {
-    assert!(size_of::<DeviceRow>() == 368 && size_of::<SessionRow>() == 120);
+    assert!(size_of::<DeviceRow>() == 416 && size_of::<SessionRow>() == 120);
     assert!(size_of::<OperationRow>() == 32 && size_of::<LeaseRow>() == 48);
     assert!(size_of::<NamespaceRow>() == 160);
     assert!(TELEMETRY_BYTES < 1 << 20);

@@ -328,7 +328,7 @@ impl Setup {
         fs::read_to_string(self.log_file()).unwrap_or_default()
     }
 
-    /// Starts the Manager and waits until it is ready.
+    /// Starts the Manager and waits until it is ready and has found again what is on SSD.
     ///
     /// # Panics
     /// When it does not become ready.
@@ -341,6 +341,18 @@ impl Setup {
     /// # Panics
     /// When it does not become ready.
     pub fn start_by(self, change: impl FnOnce(&mut Command)) -> Manager {
+        self.start_early_by(change).recovered()
+    }
+
+    /// Starts the Manager and waits until it is ready: what is on SSD may not be found yet.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start_early(self) -> Manager {
+        self.start_early_by(|_| {})
+    }
+
+    fn start_early_by(self, change: impl FnOnce(&mut Command)) -> Manager {
         let mut command = self.command();
         change(&mut command);
         command.arg("--stop-at-eof").stdin(Stdio::piped());
@@ -437,7 +449,7 @@ impl Manager {
     /// When that never ends.
     #[must_use]
     pub fn recovered(self) -> Self {
-        self.settle_from_now("nothing more is found on SSD", |seen| {
+        self.settle("nothing more is found on SSD", |seen| {
             !seen.ssd.iter().any(DeviceView::is_recovering)
         });
         self

@@ -449,7 +449,7 @@ fn cfg_05_odd_paths_that_can_hold_the_tier_do() {
     }
     // Another size on the next start: it grows and keeps its pages, and never shrinks.
     setup.again();
-    let manager = setup.flags(&["--ssd", "plain", "--ssd-capacity", "16MiB"]).start().recovered();
+    let manager = setup.flags(&["--ssd", "plain", "--ssd-capacity", "16MiB"]).start();
     assert_eq!(folder.join("plain").metadata().unwrap().len(), 16 * MIB);
     assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), 8);
     let mut setup = manager.stop();

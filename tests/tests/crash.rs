@@ -206,7 +206,7 @@ impl<'a> Life<'a> {
 
     /// Starts on what the last life left and asks for all that was recorded.
     fn check(&mut self) -> Manager {
-        let manager = self.setup.take().unwrap().start().recovered();
+        let manager = self.setup.take().unwrap().start();
         let found = manager.fresh().counters.get(Metric::SsdRecoveredPages);
         // First, so that what was recorded is the hottest.
         let mut reader = Engine::attach(&manager.socket(), self.load.spec(), 8);
@@ -273,7 +273,7 @@ impl<'a> Life<'a> {
 
     /// Kills a Manager that has just begun to search its file.
     fn kill_early(&mut self) {
-        let manager = self.setup.take().unwrap().start();
+        let manager = self.setup.take().unwrap().start_early();
         std::thread::sleep(Duration::from_micros(self.rng.u64(..5_000)));
         let seen = manager.inspect();
         self.sums.in_census += u32::from(seen.ssd[0].is_recovering());

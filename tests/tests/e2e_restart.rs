@@ -65,11 +65,11 @@ fn crash_09_a_clean_stop_keeps_every_page() {
     let setup = manager.stop();
     let counts = setup.verify();
     assert_eq!((number(&counts, "valid"), number(&counts, "torn")), (total, 0), "{counts}");
-    let manager = setup.start().recovered();
+    let manager = setup.start();
     manager.counted(Metric::SsdRecoveredPages, total);
     assert_eq!(restore_everything(&manager), total);
     // Without a write in between the next life finds the same, whatever reads for it.
-    let manager = manager.stop().flag("--ssd-engine", "blocking").start().recovered();
+    let manager = manager.stop().flag("--ssd-engine", "blocking").start();
     assert_eq!(manager.fresh().ssd[0].engine, "blocking");
     assert_eq!(restore_everything(&manager), total);
 }
@@ -85,7 +85,7 @@ fn crash_09_a_kill_under_load_keeps_only_whole_pages() {
         Identity { way, ..Identity::new(id, &format!("load-{n}"), bytes, 8) }
     });
     for life in 0..3 {
-        let manager = setup.take().unwrap().start().recovered();
+        let manager = setup.take().unwrap().start();
         let recovered = manager.fresh().counters.get(Metric::SsdRecoveredPages);
         assert!(life == 0 || recovered > 0, "nothing was found again");
         let mut found = 0;
@@ -129,7 +129,7 @@ fn cor_05_wrong_bytes_on_disk_are_a_miss() {
         spoil(&setup, &image(&namespace("restart", page_bytes), &pages[5]));
         assert_eq!(number(&setup.verify(), "torn"), 1);
 
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         let mut engine = Engine::attach(&manager.socket(), namespace("restart", page_bytes), 8);
         let hit = engine.query(&pages, QueryMode::Demand);
         assert_eq!(hit.pages, 5, "{hit:?}");
@@ -217,14 +217,14 @@ fn eng_11_a_forgotten_namespace_stays_forgotten() {
         manager.settle_empty();
         let setup = if clean { manager.stop() } else { manager.kill() };
         setup.verify();
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         let mut old = Engine::attach(&socket, namespace("weights-1", 64 * KIB), 8);
         let mut kept = Engine::attach(&socket, namespace("weights-2", 64 * KIB), 8);
         assert_eq!((old.restore_all(&pages), old.restore_all(&newer)), (0, 0), "clean: {clean}");
         assert_eq!(kept.restore_all(&pages), 8);
         old.save_all(&pages);
         manager.settle_empty();
-        let manager = manager.stop().start().recovered();
+        let manager = manager.stop().start();
         let mut old = Engine::attach(&socket, namespace("weights-1", 64 * KIB), 8);
         assert_eq!(old.restore_all(&pages), 8, "the new bytes are no old ones");
         drop(manager);
@@ -243,7 +243,7 @@ fn crash_03_an_engine_goes_on_with_the_next_manager() {
         }
         engine.save_all(&hashes(life, 0..8));
         manager.settle_empty();
-        manager = manager.kill().start().recovered();
+        manager = manager.kill().start();
         engine.client.ping().unwrap();
         let ended = engine.client.wait(PATIENCE).unwrap().unwrap();
         assert_eq!(ended.status, Status::Gone);

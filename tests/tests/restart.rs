@@ -65,7 +65,7 @@ fn dram_is_served_while_nothing_of_the_tier_is_known() {
     on_a_disk(|disk, setup| {
         let setup = with_two_chains(setup, 64 * KIB);
         let hang = disk.inject(Fault::new(On::Reads, Effect::Hang).within(SLOTS));
-        let manager = setup.start();
+        let manager = setup.start_early();
         let mut kept = attach(&manager, "kept", 64 * KIB);
         let (old, new) = (hashes(1, 0..8), hashes(2, 0..8));
         assert_eq!(kept.query(&old, QueryMode::Demand).ok().pages, 0, "not found yet");
@@ -103,7 +103,7 @@ fn dram_is_served_while_nothing_of_the_tier_is_known() {
         assert_eq!(all(&mut kept, &mut forgotten), [8, 8, 2]);
         drop((kept, forgotten));
         // The next life finds the same.
-        let manager = manager.kill().start().recovered();
+        let manager = manager.kill().start();
         let mut kept = attach(&manager, "kept", 64 * KIB);
         let mut forgotten = attach(&manager, "forgotten", 64 * KIB);
         assert_eq!(all(&mut kept, &mut forgotten), [8, 8, 2]);
@@ -119,7 +119,7 @@ fn a_stop_and_an_eviction_end_while_the_tier_is_searched() {
         for pause in [20, 400] {
             let slow = Effect::Delay(Duration::from_millis(pause));
             let slow = disk.inject(Fault::new(On::Reads, slow).within(SLOTS));
-            let manager = setup.start();
+            let manager = setup.start_early();
             let mut engine = attach(&manager, "kept", 64 * KIB);
             let new: Vec<PageHash> = hashes(pause, 0..4);
             engine.save_all(&new);
@@ -135,7 +135,7 @@ fn a_stop_and_an_eviction_end_while_the_tier_is_searched() {
             setup = manager.stop();
             drop(slow);
         }
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         let mut engine = attach(&manager, "kept", 64 * KIB);
         assert_eq!(engine.restore_all(&hashes(1, 0..8)), 8);
         let written = engine.restore_all(&hashes(20, 0..4));
@@ -170,7 +170,7 @@ fn a_file_that_cannot_be_read_is_left_out() {
         };
 
         let bad = disk.inject(Fault::new(On::Reads, Effect::Errno(Errno::IO)).within(SLOTS));
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         let seen = manager.settle("degraded", |seen| seen.manager.state == LifeState::Degraded);
         let [off, fine] = &seen.ssd[..] else { panic!("{:?}", seen.ssd) };
         assert_eq!((off.recovery, off.health), ("unreadable", "off"));
@@ -199,7 +199,7 @@ fn a_file_that_cannot_be_read_is_left_out() {
         drop((engine, bad));
         let setup = manager.kill();
 
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         assert!(manager.fresh().ssd.iter().all(|ssd| ssd.recovery == "done"));
         for size in sizes {
             assert_eq!(found(&manager, "kept", size), 8, "{size}");
@@ -216,7 +216,7 @@ fn a_few_footers_that_cannot_be_read_cost_their_pages_only() {
         // Somewhere among the slots that hold nothing.
         let place = 40 * MIB..42 * MIB;
         let bad = disk.inject(Fault::new(On::Reads, Effect::Errno(Errno::IO)).within(place));
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         assert_eq!((device(&manager, 0).recovery, device(&manager, 0).health), ("done", "healthy"));
         for model in ["kept", "forgotten"] {
             let mut engine = attach(&manager, model, 64 * KIB);

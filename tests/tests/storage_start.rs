@@ -101,7 +101,7 @@ fn crash_05_leftovers_of_other_settings_are_replaced() {
             ))
             .dram(if removed % 2 == 0 { "32MiB" } else { "128MiB" })
             .ssd(&size(2 * removed + 1));
-        let manager = setup.start().recovered();
+        let manager = setup.start();
         assert_eq!(state(&manager), "ready");
         let said = format!("replaced_stale_socket={}", removed & 1 == 0);
         assert!(manager.setup().log().contains(&said), "{said}: {}", manager.setup().log());
@@ -198,7 +198,7 @@ fn ssd_05_io_uring_that_is_refused_is_said_once_and_shown() {
             assert_eq!(state(&manager), "ready");
             round_trip(&manager, 1);
             // Found again by the same engine.
-            let manager = manager.stop().start().recovered();
+            let manager = manager.stop().start();
             assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), u64::from(PAGES));
             manager.stop();
             // Asked for: nothing to say.
@@ -287,7 +287,7 @@ fn ssd_07_file_systems_that_cannot_do_everything() {
                 assert_eq!((seen.ssd[0].preallocated, seen.ssd[0].direct), (preallocated, true));
                 round_trip(&manager, 1);
                 setup = manager.kill();
-                let manager = setup.start().recovered();
+                let manager = setup.start();
                 assert!(
                     manager.fresh().counters.get(Metric::SsdRecoveredPages) >= u64::from(PAGES)
                 );
@@ -385,8 +385,7 @@ fn ssd_09_a_file_in_use_is_refused_by_any_name() {
         // Free again, and by any name the same tier.
         let mut other = second.take().unwrap();
         other.again();
-        let manager =
-            other.flags(&["--ssd", "hard", "--ssd-capacity", "64MiB"]).start().recovered();
+        let manager = other.flags(&["--ssd", "hard", "--ssd-capacity", "64MiB"]).start();
         assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), u64::from(PAGES));
         manager.stop();
     });

@@ -238,7 +238,17 @@ fn pool(snapshot: &Snapshot) -> String {
 
 fn ssd(snapshot: &Snapshot) -> String {
     let mut table = Table::new(&[
-        "ssd file", "bytes", "used", "slots", "reading", "writing", "engine", "direct", "health",
+        "ssd file",
+        "bytes",
+        "used",
+        "slots",
+        "reading",
+        "writing",
+        "engine",
+        "direct",
+        "preallocated",
+        "registered",
+        "health",
         "recovery",
     ]);
     for d in &snapshot.ssd {
@@ -251,6 +261,8 @@ fn ssd(snapshot: &Snapshot) -> String {
             d.writing.to_string(),
             d.engine.to_owned(),
             d.direct.to_string(),
+            d.preallocated.to_string(),
+            d.registered.to_string(),
             d.health.to_owned(),
             recovery(d),
         ]);

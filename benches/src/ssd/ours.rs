@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use orbitkv_manager::clock::Clock;
 use orbitkv_manager::core::limits::{
-    READS_IN_FLIGHT_BYTES, READS_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_BYTES, WRITES_IN_FLIGHT_MAX,
+    READS_IN_FLIGHT_BYTES, READS_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_BYTES_MAX, WRITES_IN_FLIGHT_MAX,
 };
 use orbitkv_manager::core::{ImageIdentity, Ticket, slot_bytes};
 use orbitkv_manager::pool::DramPool;
@@ -29,6 +29,8 @@ const WRITE_IN_FLIGHT_BYTES: u64 = 2 << 20;
 const NAMESPACE: [u8; 32] = [0xbe; 32];
 /// Marks the tickets of writes; the rest is the number of a slot or of a buffer.
 const WRITE: u64 = 1 << 63;
+/// The tier holds its writes back for a second after a read: a lone writer begins later.
+const REST_AFTER_READS: Duration = Duration::from_millis(1100);
 /// Longest sleep without an end; a wake is never lost, and this is no bound of anything.
 const NAP: Duration = Duration::from_millis(100);
 /// No order takes so long unless the device hangs.
@@ -59,6 +61,7 @@ pub(super) struct Ours {
     bell: ControlBell,
     spin: Spin,
     generation: u64,
+    last_read: Instant,
     /// The files.
     pub(super) devices: Vec<DeviceInfo>,
     /// Pages whose bytes were compared after a slice, beside the checksum of every single one.
@@ -104,7 +107,7 @@ impl Out {
     fn may_write(&self) -> bool {
         self.writes == 0
             || (self.writes < WRITES_IN_FLIGHT_MAX as usize
-                && self.bytes_written < WRITES_IN_FLIGHT_BYTES)
+                && self.bytes_written < WRITES_IN_FLIGHT_BYTES_MAX)
     }
 }
 
@@ -144,6 +147,7 @@ impl Ours {
             spin: Spin::new(window),
             // The files are new.
             generation: 0,
+            last_read: Instant::now(),
             devices,
             compared: 0,
         })
@@ -189,6 +193,9 @@ impl Ours {
         let mut rest = Meter::start(Duration::ZERO);
         while out.reads + out.writes > 0 {
             self.take(field, &mut out, &mut rest)?;
+        }
+        if load.reads.is_some() {
+            self.last_read = Instant::now();
         }
         self.compared += out.last.compare(field, buffers)?;
         Ok(slice)
@@ -331,6 +338,11 @@ impl Ours {
                 return Err(BenchError::Wrong("the device holds an order for a minute".into()));
             }
         }
+    }
+
+    /// Sleeps until no read is recent any more.
+    pub(super) fn rest(&self) {
+        std::thread::sleep(REST_AFTER_READS.saturating_sub(self.last_read.elapsed()));
     }
 
     /// Ends the workers; the files that were made go.

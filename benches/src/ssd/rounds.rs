@@ -94,6 +94,9 @@ impl Rounds<'_> {
             Op::Read => Load { reads: Some((&mut course.reads, Reads::Many)), writes: None },
             Op::Write => Load { reads: None, writes: Some(&mut course.writes) },
         };
+        if op == Op::Write {
+            self.ours.rest();
+        }
         let slice = self.ours.slice(&mut self.field, &self.buffers, load, self.options.slice)?;
         self.done()?;
         Ok(slice)

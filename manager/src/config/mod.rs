@@ -289,7 +289,10 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("ssd_reads_in_flight (commands)", limits::READS_IN_FLIGHT_MAX as u64),
     ("ssd_reads_in_flight (bytes, at least one page)", limits::READS_IN_FLIGHT_BYTES),
     ("ssd_writes_in_flight (commands)", limits::WRITES_IN_FLIGHT_MAX as u64),
-    ("ssd_writes_in_flight (bytes, at least one page)", limits::WRITES_IN_FLIGHT_BYTES),
+    (
+        "ssd_writes_in_flight (bytes, at least one page, beyond 8MiB an eighth of dram)",
+        limits::WRITES_IN_FLIGHT_BYTES_MAX,
+    ),
     (
         "ssd_history (keys of pages that are gone, for spill = reuse)",
         limits::HISTORY_KEYS_MAX as u64,

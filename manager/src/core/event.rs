@@ -105,13 +105,15 @@ pub enum IoFault {
     Short,
     /// The image does not match the checksum of its footer.
     Checksum,
+    /// The file system had no space for it: the slot is as good as before.
+    NoSpace,
     /// The tier does not take this kind of work any more (breaker, shutdown).
     Off,
 }
 
 impl IoFault {
     /// Every label, in the order of [`index`](Self::index).
-    pub const LABELS: [&'static str; 4] = ["errno", "short", "checksum", "off"];
+    pub const LABELS: [&'static str; 5] = ["errno", "short", "checksum", "off", "no_space"];
 
     /// Position in [`LABELS`](Self::LABELS).
     pub const fn index(self) -> usize {
@@ -120,6 +122,7 @@ impl IoFault {
             Self::Short => 1,
             Self::Checksum => 2,
             Self::Off => 3,
+            Self::NoSpace => 4,
         }
     }
 }

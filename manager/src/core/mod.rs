@@ -149,7 +149,7 @@ impl CoreConfig {
             read_window_bytes: limits::READ_WINDOW_BYTES,
             reads_in_flight_bytes: limits::READS_IN_FLIGHT_BYTES,
             reads_in_flight_max: limits::READS_IN_FLIGHT_MAX,
-            writes_in_flight_bytes: limits::WRITES_IN_FLIGHT_BYTES,
+            writes_in_flight_bytes: limits::writes_in_flight_bytes(dram_bytes),
             writes_in_flight_max: limits::WRITES_IN_FLIGHT_MAX,
             spill_policy: SpillPolicy::All,
             write_budget_bytes_a_day: None,

@@ -338,11 +338,11 @@ impl Slots {
             };
             slots += region.owners.len();
             let opened = region.settle().then_some((region.slot_bytes, next.1 as u32));
-            let number = next.0 as u16;
+            let number = next.0;
             next.1 += 1;
             if let Some((bytes, index)) = opened {
                 let class = self.class_index(bytes);
-                self.open(class, number).push(index);
+                self.open(class, number as u16).push(index);
             }
         }
         true

@@ -3,13 +3,14 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery};
+use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery, SsdStop};
 
 use crate::core::{Effect, Event, Nanos, Recovered};
 use crate::ssd::{
-    DeviceInfo, EngineKind, Health, QueueFull, ReadOrder, ScanState, SsdEnd, SsdTier, WriteOrder,
+    Cause, DeviceInfo, EngineKind, Health, QueueFull, ReadOrder, ScanState, SsdEnd, SsdTier,
+    WriteOrder,
 };
-use crate::telemetry::mirror::DeviceMirror;
+use crate::telemetry::mirror::{DeviceMirror, PaceMirror};
 
 /// How long a device whose writes fail is left alone before it is tried again.
 const WRITE_REST_NS: Nanos = 2_000_000_000;
@@ -18,13 +19,18 @@ const WRITE_REST_NS: Nanos = 2_000_000_000;
 pub struct Storage {
     tier: Option<SsdTier>,
     devices: Vec<DeviceInfo>,
-    /// Orders that a full queue gave back, in order: what follows waits behind them.
-    refused: VecDeque<Effect>,
+    /// Orders that a full queue gave back: of each device its reads, then its writes and records,
+    /// and last the forgets, which every device must take. What follows of the same kind waits
+    /// behind them, nothing else does. Their number is bounded by what `core` lets out.
+    refused: Vec<VecDeque<Effect>>,
     /// Ends that a stop returned.
     last_ends: VecDeque<SsdEnd>,
     write_queue_full: u64,
     /// Since when each device takes no new images.
     resting_since: Vec<Option<Nanos>>,
+    /// What was last said of each device.
+    said: Vec<Health>,
+    stops: [u64; Cause::ALL.len()],
 }
 
 impl Storage {
@@ -32,9 +38,11 @@ impl Storage {
     pub fn new(tier: SsdTier, devices: Vec<DeviceInfo>) -> Self {
         Self {
             resting_since: vec![None; devices.len()],
+            refused: vec![VecDeque::new(); devices.len() * 2 + 1],
+            said: vec![Health::Healthy; devices.len()],
+            stops: [0; Cause::ALL.len()],
             tier: Some(tier),
             devices,
-            refused: VecDeque::new(),
             last_ends: VecDeque::new(),
             write_queue_full: 0,
         }
@@ -42,23 +50,44 @@ impl Storage {
 
     /// Hands over one order of `core`; one that finds its queue full waits here.
     pub(super) fn order(&mut self, effect: Effect) {
-        if !self.refused.is_empty() || self.submit(&effect).is_err() {
+        let line = self.line_of(&effect);
+        let waits = self.refused.get(line).is_some_and(|orders| !orders.is_empty());
+        if waits || self.submit(&effect).is_err() {
             if matches!(effect, Effect::Write { .. }) {
                 self.write_queue_full += 1;
             }
-            self.refused.push_back(effect);
+            if let Some(orders) = self.refused.get_mut(line) {
+                orders.push_back(effect);
+            }
+        }
+    }
+
+    /// Which orders it waits behind.
+    fn line_of(&self, effect: &Effect) -> usize {
+        let last = self.refused.len().saturating_sub(1);
+        match *effect {
+            Effect::Read { slot, .. } => usize::from(slot.device) * 2,
+            Effect::Write { slot, .. } | Effect::RetireSlot { slot } => {
+                usize::from(slot.device) * 2 + 1
+            }
+            Effect::RecordRegion { device, .. } => usize::from(device) * 2 + 1,
+            _ => last,
         }
     }
 
     /// True when an order that waited was taken.
     pub(super) fn retry_refused(&mut self) -> bool {
         let mut progress = false;
-        while let Some(effect) = self.refused.pop_front() {
-            if self.submit(&effect).is_err() {
-                self.refused.push_front(effect);
-                break;
+        for line in 0..self.refused.len() {
+            while let Some(effect) = self.refused.get_mut(line).and_then(VecDeque::pop_front) {
+                if self.submit(&effect).is_err() {
+                    if let Some(orders) = self.refused.get_mut(line) {
+                        orders.push_front(effect);
+                    }
+                    break;
+                }
+                progress = true;
             }
-            progress = true;
         }
         progress
     }
@@ -114,27 +143,47 @@ impl Storage {
         self.write_queue_full
     }
 
-    /// Devices that begin or cease to take new images, as `(number, takes)`: one whose writes fail
-    /// rests, and is tried again for a moment after each [`WRITE_REST_NS`].
+    /// Times that a device ceased to take some work.
+    pub(super) fn stops(&self) -> impl Iterator<Item = (SsdStop, u64)> + '_ {
+        Cause::ALL.iter().map(|&cause| reason_of(cause)).zip(self.stops)
+    }
+
+    /// Looks after the devices, says once what changed, and returns those that begin or cease to
+    /// take new images, as `(number, takes)`: one whose writes fail rests, and is tried again for a
+    /// moment after each [`WRITE_REST_NS`].
     pub(super) fn write_changes(&mut self, now: Nanos) -> impl Iterator<Item = (u16, bool)> {
-        let status = self.tier.iter().flat_map(SsdTier::status);
-        let fit = status.map(|status| matches!(status.health, Health::Healthy | Health::WriteOnly));
-        let doors = self.resting_since.iter_mut().zip(fit).enumerate();
-        let changes = doors.filter_map(move |(number, (resting, fit))| {
+        let mut changes = Vec::new();
+        let Some(tier) = &mut self.tier else { return changes.into_iter() };
+        tier.tend();
+        let known = self.devices.iter().zip(&mut self.said).zip(&mut self.resting_since);
+        for (number, (status, ((info, said), resting))) in tier.status().zip(known).enumerate() {
+            if *said != status.health {
+                if status.health == Health::Healthy {
+                    tracing::info!(path = %info.path.display(), "the ssd device works again");
+                } else if let Some(cause) = status.cause {
+                    say(&info.path, *said, status.health, cause);
+                    if let Some(times) = self.stops.get_mut(cause as usize) {
+                        *times += 1;
+                    }
+                }
+                *said = status.health;
+            }
+            let fit = status.health == Health::Healthy;
+            let rested = resting.is_some_and(|since| now.saturating_sub(since) >= WRITE_REST_NS);
             let takes = match *resting {
                 None if !fit => {
                     *resting = Some(now);
                     false
                 }
-                Some(since) if fit || now.saturating_sub(since) >= WRITE_REST_NS => {
+                Some(_) if fit || (rested && status.tries_writes) => {
                     *resting = None;
                     true
                 }
-                _ => return None,
+                _ => continue,
             };
-            Some((number as u16, takes))
-        });
-        changes.collect::<Vec<_>>().into_iter()
+            changes.push((number as u16, takes));
+        }
+        changes.into_iter()
     }
 
     /// Whether every device reads and writes.
@@ -172,8 +221,21 @@ impl Storage {
                     && status.write_mode.registered_bytes > 0,
                 health: match status.health {
                     Health::Healthy => SsdHealth::Healthy,
+                    Health::Degraded => SsdHealth::Degraded,
                     Health::ReadOnly => SsdHealth::ReadOnly,
-                    Health::WriteOnly | Health::Off => SsdHealth::Off,
+                    Health::Off => SsdHealth::Off,
+                },
+                pace: PaceMirror {
+                    write_inflight_bytes: status.counters.write_inflight_bytes,
+                    write_inflight_limit_bytes: status.counters.write_inflight_limit_bytes,
+                    small_read_ns: [
+                        status.counters.small_read_alone_ns,
+                        status.counters.small_read_beside_ns,
+                    ],
+                    large_read_ns: [
+                        status.counters.large_read_alone_ns,
+                        status.counters.large_read_beside_ns,
+                    ],
                 },
                 recovery: match scan.state {
                     ScanState::Running => SsdRecovery::Scanning,
@@ -189,3 +251,28 @@ impl Storage {
         })
     }
 }
+
+/// One line for an operator: what happened, and what it means.
+fn say(path: &std::path::Path, before: Health, health: Health, cause: Cause) {
+    let why = match cause {
+        Cause::Errors => "too many of its reads or writes failed; see the kernel's log",
+        Cause::NoSpace => "its file system has no space left: free some",
+        Cause::Slow => "it takes more than a second for a request",
+        Cause::Hung => "the kernel has not given back a request for five seconds",
+    };
+    let path = path.display();
+    let (before, now) = (before.label(), health.label());
+    tracing::warn!(%path, before, now, why, "an ssd device changed its state; it is tried again");
+}
+
+fn reason_of(cause: Cause) -> SsdStop {
+    match cause {
+        Cause::Errors => SsdStop::Errors,
+        Cause::NoSpace => SsdStop::NoSpace,
+        Cause::Slow => SsdStop::Slow,
+        Cause::Hung => SsdStop::Hung,
+    }
+}
+
+#[cfg(test)]
+mod tests;

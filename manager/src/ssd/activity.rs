@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 use super::counters::DeviceCounters;
 use super::limit::{RECENT_NS, ReadClass, ReadSample, WriteLimit};
 
-/// Write bytes in flight while nothing is read, in bytes: enough that a device never waits for the
-/// writer.
-const WITHOUT_READS_BYTES: u64 = 4 << 20;
+/// Write bytes in flight while nothing is read, in bytes: as many as a plain loop needs for its best.
+const WITHOUT_READS_BYTES: u64 = 32 << 20;
 
 /// Shared by the reader and the writer of a device. Both ask rarely: a page, a turn.
 #[derive(Debug)]
@@ -175,7 +174,6 @@ impl ReadMeter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ssd::limit::BESIDE_READS_BYTES_MAX;
 
     const MIB: u64 = 1 << 20;
 
@@ -190,7 +188,7 @@ mod tests {
         assert_eq!(at(0, 500, 0), Allowance::Bytes(MIB), "the clocks of two threads may differ");
         assert_eq!(at(500, 1, 600), Allowance::Pause(Duration::from_nanos(100)));
         assert_eq!(at(RECENT_NS, 1, RECENT_NS + 9), free, "nobody to pause for");
-        let configured = BESIDE_READS_BYTES_MAX;
+        let configured = 2 * WITHOUT_READS_BYTES;
         assert_eq!(allowance(0, 0, 0, MIB, configured), Allowance::Bytes(configured));
     }
 

@@ -10,6 +10,26 @@ const FAULTS_MAX: u32 = 8;
 const PAUSE_MIN: Duration = Duration::from_secs(2);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// A try that takes longer than this is none.
+const TRY_MAX: Duration = Duration::from_secs(1);
+
+/// Why one kind of work was stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cause {
+    /// Too many orders failed.
+    Errors,
+    /// The file system has no space: nothing is wrong with the place that was to be written.
+    NoSpace,
+    /// It takes seconds.
+    Slow,
+    /// The kernel does not give back what it was handed.
+    Hung,
+}
+
+impl Cause {
+    /// Every value.
+    pub const ALL: [Self; 4] = [Self::Errors, Self::NoSpace, Self::Slow, Self::Hung];
+}
 
 /// Stops one kind of work of one device after too many failures, and lets single orders through
 /// until one succeeds.
@@ -24,7 +44,8 @@ pub(crate) struct Breaker {
 struct Open {
     try_at: Instant,
     pause: Duration,
-    trying: bool,
+    trying: Option<Instant>,
+    cause: Cause,
 }
 
 /// What an outcome changed.
@@ -36,18 +57,36 @@ pub(crate) enum Change {
 }
 
 impl Breaker {
-    /// True when work is refused.
-    pub(crate) fn is_open(&self) -> bool {
-        self.open.is_some()
+    /// Why work is refused.
+    pub(crate) fn open(&self) -> Option<Cause> {
+        self.open.map(|open| open.cause)
+    }
+
+    /// True when work is refused, but a try would be let through.
+    pub(crate) fn would_try(&self, now: Instant) -> bool {
+        self.open.is_some_and(|open| open.trying.is_none() && now >= open.try_at)
+    }
+
+    /// Opens it, whatever was seen before. One that is open already stays as it is.
+    pub(crate) fn trip(&mut self, cause: Cause, now: Instant) -> Change {
+        if self.open.is_some() {
+            return Change::None;
+        }
+        self.open = Some(Open { try_at: now + PAUSE_MIN, pause: PAUSE_MIN, trying: None, cause });
+        Change::Opened
     }
 
     /// Whether an order may go to the device. While open: one after each pause.
     pub(crate) fn admits(&mut self, now: impl FnOnce() -> Instant) -> bool {
         match &mut self.open {
             None => true,
-            Some(open) if open.trying || now() < open.try_at => false,
+            Some(open) if open.trying.is_some() => false,
             Some(open) => {
-                open.trying = true;
+                let now = now();
+                if now < open.try_at {
+                    return false;
+                }
+                open.trying = Some(now);
                 true
             }
         }
@@ -57,26 +96,23 @@ impl Breaker {
     pub(crate) fn record(&mut self, failed: bool, now: impl FnOnce() -> Instant) -> Change {
         self.history = self.history << 1 | u32::from(failed);
         debug_assert_eq!(WINDOW, 32);
-        match &mut self.open {
-            // Orders from before it opened may still end; only the one let through decides.
-            Some(open) if open.trying && failed => {
-                open.trying = false;
-                open.pause = (open.pause * 2).min(PAUSE_MAX);
-                open.try_at = now() + open.pause;
-                Change::None
+        let Some(open) = &mut self.open else {
+            if self.history.count_ones() < FAULTS_MAX {
+                return Change::None;
             }
-            Some(open) if open.trying => {
-                *self = Self::default();
-                Change::Closed
-            }
-            Some(_) => Change::None,
-            None if self.history.count_ones() >= FAULTS_MAX => {
-                self.open =
-                    Some(Open { try_at: now() + PAUSE_MIN, pause: PAUSE_MIN, trying: false });
-                Change::Opened
-            }
-            None => Change::None,
+            return self.trip(Cause::Errors, now());
+        };
+        // Orders from before it opened may still end; only the one let through decides.
+        let Some(since) = open.trying else { return Change::None };
+        let now = now();
+        if failed || now.saturating_duration_since(since) > TRY_MAX {
+            open.trying = None;
+            open.pause = (open.pause * 2).min(PAUSE_MAX);
+            open.try_at = now + open.pause;
+            return Change::None;
         }
+        *self = Self::default();
+        Change::Closed
     }
 }
 
@@ -102,8 +138,8 @@ mod tests {
             let expected = if order == FAULTS_MAX { Change::Opened } else { Change::None };
             assert_eq!(breaker.record(true, || start), expected);
         }
-        assert!(breaker.is_open());
-        assert!(!breaker.admits(|| start));
+        assert_eq!(breaker.open(), Some(Cause::Errors));
+        assert!(!breaker.admits(|| start) && !breaker.would_try(start));
         let later = start + PAUSE_MIN;
         assert!(breaker.admits(|| later));
         assert!(!breaker.admits(|| later), "one at a time");
@@ -117,8 +153,26 @@ mod tests {
             assert!(breaker.admits(|| now), "never longer than the longest pause");
         }
         assert_eq!(breaker.record(false, || now), Change::Closed);
-        assert!(!breaker.is_open() && breaker.admits(|| now));
+        assert!(breaker.open().is_none() && breaker.admits(|| now));
         assert_eq!(breaker.record(true, || now), Change::None, "old failures are forgotten");
+    }
+
+    #[test]
+    fn it_can_be_tripped_and_a_try_that_takes_too_long_is_a_failure() {
+        let start = Instant::now();
+        let mut breaker = Breaker::default();
+        assert_eq!(breaker.trip(Cause::Hung, start), Change::Opened);
+        assert_eq!(breaker.trip(Cause::Errors, start), Change::None);
+        assert_eq!(breaker.open(), Some(Cause::Hung));
+        let later = start + PAUSE_MIN;
+        assert!(breaker.would_try(later) && breaker.admits(|| later));
+        assert!(!breaker.would_try(later));
+        let late = later + TRY_MAX * 2;
+        assert_eq!(breaker.record(false, || late), Change::None);
+        assert!(!breaker.admits(|| late + PAUSE_MIN), "the pause has doubled");
+        let again = late + PAUSE_MIN * 2;
+        assert!(breaker.admits(|| again));
+        assert_eq!(breaker.record(false, || again + TRY_MAX), Change::Closed);
     }
 
     #[test]
@@ -129,6 +183,6 @@ mod tests {
             breaker.record(true, || now);
         }
         assert_eq!(breaker.record(false, || now), Change::None);
-        assert!(breaker.is_open());
+        assert!(breaker.open().is_some());
     }
 }

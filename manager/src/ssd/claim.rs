@@ -121,3 +121,37 @@ fn random_id() -> Result<FileId, SsdError> {
     )?;
     Ok(FileId(id))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ssd::EngineChoice;
+
+    /// Goal: between a failed start and the end of its files nobody else gets them.
+    #[test]
+    fn a_file_that_was_made_is_locked_until_it_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tier");
+        let config = SsdConfig {
+            paths: vec![path.clone()],
+            capacity_bytes: 2 << 20,
+            direct: false,
+            engine: EngineChoice::Blocking,
+            write_in_flight_bytes: 1 << 20,
+            slot_bytes_max: 0,
+        };
+        let mut made = MadeFiles::default();
+        let claimed = Claimed::open(&path, &config, &mut made).unwrap();
+        let locked = |path| SsdFile::open(path, Access::Tier { direct: false });
+        drop(claimed);
+        assert!(matches!(locked(&path), Err(SsdError::Locked { .. })), "its maker goes last");
+        drop(made);
+        assert!(!path.exists());
+        // One that was there is let go of and stays.
+        std::fs::write(&path, "").unwrap();
+        let mut made = MadeFiles::default();
+        drop(Claimed::open(&path, &config, &mut made).unwrap());
+        drop(made);
+        assert!(locked(&path).is_ok());
+    }
+}

@@ -225,6 +225,23 @@ fn a_sleeping_engine_is_woken_from_another_thread() {
     });
 }
 
+#[test]
+fn a_sleep_ends_when_its_time_is_over_and_what_is_out_stays_out() {
+    for_every_engine(|bench| {
+        let mut done = Vec::new();
+        let short = Some(std::time::Duration::from_millis(5));
+        // Would hang for ever without the limit.
+        bench.engine.wait(&mut || false, short, &mut done);
+        assert!(done.is_empty());
+        let part = Part::Image(extent(0, 8192));
+        bench.engine.submit(chunk(Transfer::Read, 0, vec![part])).unwrap();
+        while bench.engine.in_flight() > 0 {
+            bench.engine.wait(&mut || false, short, &mut done);
+        }
+        assert_eq!((done.len(), done[0].result), (1, 8192));
+    });
+}
+
 /// Goal: no buffer is let go while the kernel may still use it. Method: drop with reads in
 /// flight, then reuse their memory: the canary stays.
 #[test]

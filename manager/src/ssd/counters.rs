@@ -69,6 +69,8 @@ counters! {
     interrupted_transfers,
     /// Pages that travelled in a transfer together with others. Counter.
     coalesced_pages,
+    /// Where a read last failed, in bytes from the start of the file.
+    bad_offset,
     /// Superblocks written. Counter.
     superblock_writes,
     /// Superblocks that could not be written. Counter.

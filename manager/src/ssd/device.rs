@@ -10,14 +10,16 @@ use ringbuf::{HeapCons, HeapProd, HeapRb};
 use rustix::io::Errno;
 
 use super::activity::ReadActivity;
-use super::breaker::{Breaker, Change};
+use super::breaker::{Breaker, Cause};
 use super::counters::{DeviceCounters, DeviceSnapshot};
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::SsdFile;
+use super::health::{Health, Signs, judge, writes_are_slow};
 use super::io::{Engine, EngineMode};
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
+use super::pulse::Pulse;
 use super::reader::{READ_DEPTH, Reader};
 use super::verifier::Verifier;
 use super::wake::Wake;
@@ -36,31 +38,6 @@ const RECORD_QUEUE: usize = 4096;
 /// Rings the reactor.
 pub type Notify = Arc<dyn Fn() + Send + Sync>;
 
-/// What a device takes at the moment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Health {
-    /// Everything.
-    Healthy,
-    /// Reads; writes failed too often and one is tried now and then.
-    ReadOnly,
-    /// Writes; reads failed too often and one is tried now and then.
-    WriteOnly,
-    /// Single tries only.
-    Off,
-}
-
-impl Health {
-    /// The word that tools show.
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Healthy => "healthy",
-            Self::ReadOnly => "read-only",
-            Self::WriteOnly => "write-only",
-            Self::Off => "off",
-        }
-    }
-}
-
 /// A device as tools show it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceStatus {
@@ -68,6 +45,10 @@ pub struct DeviceStatus {
     pub counters: DeviceSnapshot,
     /// What it takes.
     pub health: Health,
+    /// Why not everything.
+    pub cause: Option<Cause>,
+    /// It takes no writes, but one may be tried.
+    pub tries_writes: bool,
     /// How it reads.
     pub read_mode: EngineMode,
     /// How it writes.
@@ -89,10 +70,13 @@ pub(crate) struct Shared {
 
 /// The reactor's end of a device.
 pub(crate) struct Device {
-    file: Arc<SsdFile>,
     counters: Arc<DeviceCounters>,
     read: Side<ReadOrder>,
     write: Side<WriterCommand>,
+    /// Writes take too long on average.
+    writes_slow: bool,
+    /// The last probe read a place that had failed.
+    probed_bad_place: bool,
     read_mode: EngineMode,
     write_mode: EngineMode,
 }
@@ -103,6 +87,7 @@ struct Side<O> {
     wake: Arc<Wake>,
     out: usize,
     breaker: Breaker,
+    pulse: Arc<Pulse>,
 }
 
 /// Why an order was not taken.
@@ -144,8 +129,9 @@ impl Device {
         };
         spawn("ssd-verify", &shared.alive, move || verifier.run(&to_check))?;
         let duty = {
-            let (counters, activity) = (counters.clone(), activity.clone());
-            move |engine| Reader::new(engine, geometry, counters, activity, results)
+            let (counters, activity, pulse) =
+                (counters.clone(), activity.clone(), read.pulse.clone());
+            move |engine| Reader::new(engine, geometry, counters, activity, pulse, results)
         };
         let read_made =
             spawn_worker("ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;
@@ -155,6 +141,7 @@ impl Device {
             metadata,
             counters: counters.clone(),
             activity,
+            pulse: write.pulse.clone(),
             ends,
             notify: shared.notify.clone(),
         };
@@ -166,21 +153,53 @@ impl Device {
             move |engine| Writer::new(engine, parts),
         )?;
         let (read_mode, write_mode) = (made(&read_made)?, made(&write_made)?);
-        Ok(Self { file, counters, read, write, read_mode, write_mode })
+        Ok(Self {
+            counters,
+            read,
+            write,
+            writes_slow: false,
+            probed_bad_place: false,
+            read_mode,
+            write_mode,
+        })
     }
 
     pub(crate) fn status(&self) -> DeviceStatus {
-        let health = match (self.read.breaker.is_open(), self.write.breaker.is_open()) {
-            (false, false) => Health::Healthy,
-            (false, true) => Health::ReadOnly,
-            (true, false) => Health::WriteOnly,
-            (true, true) => Health::Off,
-        };
+        let (health, cause) = self.health();
+        let calm = !self.write.signs().is_hung();
+        let tries_writes =
+            health == Health::ReadOnly && calm && self.write.breaker.would_try(Instant::now());
         DeviceStatus {
             counters: self.counters.snapshot(),
             health,
+            cause,
+            tries_writes,
             read_mode: self.read_mode,
             write_mode: self.write_mode,
+        }
+    }
+
+    fn health(&self) -> (Health, Option<Cause>) {
+        judge(self.read.signs(), self.write.signs(), self.writes_slow)
+    }
+
+    /// Looks after a device that is not well: once in a while, whether or not it has work.
+    pub(crate) fn tend(&mut self) {
+        self.writes_slow = writes_are_slow(self.writes_slow, self.write.pulse.mean());
+        let now = Instant::now();
+        if self.write.signs().is_hung() {
+            self.write.breaker.trip(Cause::Hung, now);
+        }
+        if self.read.signs().is_hung() {
+            self.read.breaker.trip(Cause::Hung, now);
+        } else if self.read.breaker.would_try(now) {
+            // Nobody may want to read for long: the tier finds out itself. One bad place is no
+            // reason to leave the device, nor is one good place a reason to come back.
+            self.probed_bad_place = !self.probed_bad_place;
+            let bad_place = self.counters.bad_offset.load(Ordering::Relaxed);
+            let offset = if self.probed_bad_place { bad_place } else { 0 };
+            // A full queue is work on its way, which is as good.
+            let _ = self.read.submit(ReadOrder::probe(offset), READ_QUEUE);
         }
     }
 
@@ -191,7 +210,10 @@ impl Device {
     pub(crate) fn submit_read(&mut self, order: ReadOrder) -> Result<(), Refusal> {
         // Before the worker can count it down.
         self.counters.reading.fetch_add(1, Ordering::Relaxed);
-        let submitted = self.read.submit(order, READ_QUEUE);
+        let submitted = match self.read.signs().is_hung() {
+            true => Err(Refusal::Off),
+            false => self.read.submit(order, READ_QUEUE),
+        };
         match submitted {
             Ok(()) => {}
             Err(Refusal::Full) => _ = self.counters.reading.fetch_sub(1, Ordering::Relaxed),
@@ -202,7 +224,13 @@ impl Device {
 
     pub(crate) fn submit_write(&mut self, order: WriteOrder) -> Result<(), Refusal> {
         self.counters.writing.fetch_add(1, Ordering::Relaxed);
-        let submitted = self.write.submit(WriterCommand::Write(order), WRITE_QUEUE);
+        let submitted = match self.health().0 {
+            // The breaker lets single writes through.
+            Health::Healthy | Health::ReadOnly if !self.write.signs().is_hung() => {
+                self.write.submit(WriterCommand::Write(order), WRITE_QUEUE)
+            }
+            _ => Err(Refusal::Off),
+        };
         match submitted {
             Ok(()) => {}
             Err(Refusal::Full) => _ = self.counters.writing.fetch_sub(1, Ordering::Relaxed),
@@ -234,18 +262,23 @@ impl Device {
 
     /// The next end of this device.
     pub(crate) fn poll(&mut self) -> Option<SsdEnd> {
-        let path = self.file.path();
-        if let Some(end) = self.read.ends.try_pop() {
+        while let Some(end) = self.read.ends.try_pop() {
             self.read.out -= 1;
             if let SsdEnd::Read { fault, .. } = end {
-                note(path, "reads", self.read.breaker.record(is_device_fault(fault), Instant::now));
+                self.read.record(fault);
             }
-            return Some(end);
+            if !end.is_probe() {
+                return Some(end);
+            }
         }
         let end = self.write.ends.try_pop()?;
         self.write.out -= 1;
         if let SsdEnd::Write { fault, .. } = end {
-            note(path, "writes", self.write.breaker.record(is_device_fault(fault), Instant::now));
+            self.write.record(fault);
+            if fault == Some(IoFault::NoSpace) {
+                // Every other write would fail as well.
+                self.write.breaker.trip(Cause::NoSpace, Instant::now());
+            }
         }
         Some(end)
     }
@@ -265,8 +298,25 @@ impl<O> Side<O> {
         let wake = Wake::new().map_err(|errno| SsdError::System { operation: "eventfd", errno })?;
         let (orders, to_do) = HeapRb::new(orders_max).split();
         let (ended, ends) = HeapRb::new(ends_max).split();
-        let side = Self { orders, ends, wake: Arc::new(wake), out: 0, breaker: Breaker::default() };
+        let side = Self {
+            orders,
+            ends,
+            wake: Arc::new(wake),
+            out: 0,
+            breaker: Breaker::default(),
+            pulse: Arc::new(Pulse::new()),
+        };
         Ok((side, to_do, ended))
+    }
+
+    fn record(&mut self, fault: Option<IoFault>) {
+        // A try that was given up shows nothing good.
+        let given_up = fault == Some(IoFault::Off) && self.breaker.open().is_some();
+        self.breaker.record(is_device_fault(fault) || given_up, Instant::now);
+    }
+
+    fn signs(&self) -> Signs {
+        Signs { open: self.breaker.open(), oldest: self.pulse.oldest() }
     }
 
     fn submit(&mut self, order: O, out_max: usize) -> Result<(), Refusal> {
@@ -286,18 +336,7 @@ impl<O> Side<O> {
 
 /// A damaged image or a stop says nothing about the device.
 fn is_device_fault(fault: Option<IoFault>) -> bool {
-    matches!(fault, Some(IoFault::Errno(_) | IoFault::Short))
-}
-
-fn note(path: &std::path::Path, work: &'static str, change: Change) {
-    let path = path.display();
-    match change {
-        Change::None => {}
-        Change::Opened => {
-            tracing::error!(%path, work, "too many failures: the device is left alone for a while");
-        }
-        Change::Closed => tracing::info!(%path, work, "the device works again"),
-    }
+    matches!(fault, Some(IoFault::Errno(_) | IoFault::Short | IoFault::NoSpace))
 }
 
 type Made = Receiver<Result<EngineMode, Errno>>;

@@ -1,8 +1,9 @@
 //! A disk in memory that fails as told. Fault model: each chunk, when it is served, may be answered
 //! with an errno or moved in part (the rest of a read keeps its old bytes, the rest of a write never
-//! reaches the disk); chunks are served oldest or newest first.
+//! reaches the disk); chunks are served oldest or newest first, and none while the gate is shut.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -22,6 +23,9 @@ pub(crate) enum Fault {
 
 type Plan = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
 
+/// Open while it is true.
+pub(crate) type Gate = Arc<AtomicBool>;
+
 /// The bytes of a disk; shared by engines that are to see the same file.
 pub(crate) type Disk = Arc<Mutex<Vec<u8>>>;
 
@@ -34,6 +38,7 @@ pub(crate) struct FakeEngine {
     queue: VecDeque<Chunk>,
     plan: Plan,
     newest_first: bool,
+    gate: Option<Gate>,
     log: Log,
 }
 
@@ -65,6 +70,7 @@ impl FakeEngine {
             queue: VecDeque::new(),
             plan: Box::new(|_| None),
             newest_first: false,
+            gate: None,
             log: Log::default(),
         }
     }
@@ -78,6 +84,13 @@ impl FakeEngine {
     /// Serves the newest chunk first instead of the oldest.
     pub(crate) fn newest_first(mut self) -> Self {
         self.newest_first = true;
+        self
+    }
+
+    /// Keeps what it has while `gate` is false, as a disk that hangs. Whoever opens it wakes the
+    /// engine.
+    pub(crate) fn behind(mut self, gate: &Gate) -> Self {
+        self.gate = Some(gate.clone());
         self
     }
 
@@ -156,7 +169,12 @@ impl Engine for FakeEngine {
         timeout: Option<Duration>,
         done: &mut Vec<Done>,
     ) {
-        let next = if self.newest_first { self.queue.pop_back() } else { self.queue.pop_front() };
+        let open = self.gate.as_ref().is_none_or(|gate| gate.load(Ordering::Acquire));
+        let next = match (open, self.newest_first) {
+            (false, _) => None,
+            (true, true) => self.queue.pop_back(),
+            (true, false) => self.queue.pop_front(),
+        };
         if let Some(mut chunk) = next {
             let others: u64 = self.queue.iter().map(|other| u64::from(other.image_bytes())).sum();
             self.log.lock().unwrap().push(Served {

@@ -308,7 +308,11 @@ impl SsdFile {
                 Err(errno) => return Err(io_error("flock", &self.path, 0, 0, errno)),
             }
             let holder = self.lock_holder();
-            if !holder.is_some_and(is_dead) || Instant::now() >= end {
+            // The table hides a holder that is dead and gone (a ring of it may have the file yet),
+            // and one whose line is not surely this file's may be anybody.
+            let lives = holder.is_some_and(|of| of.certain && !is_dead(of.process));
+            if lives || Instant::now() >= end {
+                let holder = holder.map(|holder| holder.process);
                 return Err(SsdError::Locked { path: self.path.clone(), holder });
             }
             std::thread::sleep(DEAD_HOLDER_PAUSE);
@@ -316,10 +320,10 @@ impl SsdFile {
     }
 
     /// Who holds the lock, as the kernel's table has it.
-    fn lock_holder(&self) -> Option<u32> {
-        let inode = self.file.metadata().ok()?.ino();
+    fn lock_holder(&self) -> Option<Holder> {
+        let metadata = self.file.metadata().ok()?;
         let table = std::fs::read_to_string("/proc/locks").ok()?;
-        lock_holder_in(&table, inode)
+        lock_holder_in(&table, metadata.dev(), metadata.ino())
     }
 
     fn failed(
@@ -356,17 +360,31 @@ fn has_ended(stat: &str) -> bool {
     matches!(state, Some('Z' | 'X'))
 }
 
-/// The process of the first FLOCK line of /proc/locks that names `inode`.
-fn lock_holder_in(table: &str, inode: u64) -> Option<u32> {
-    let wanted = format!(":{inode}");
-    table.lines().find_map(|line| {
+/// Who holds a lock.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Holder {
+    process: u32,
+    /// The table names this file's device too. Layered file systems have one of their own there.
+    certain: bool,
+}
+
+/// The process of the FLOCK line of /proc/locks that names `inode` on `device`, else of the first
+/// that names such an inode at all.
+fn lock_holder_in(table: &str, device: u64, inode: u64) -> Option<Holder> {
+    let (number, device) = (
+        format!(":{inode}"),
+        format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device)),
+    );
+    let holders = table.lines().filter_map(|line| {
         // "12: FLOCK  ADVISORY  WRITE 4711 fe:00:1234 0 EOF"
         let mut words = line.split_whitespace().skip(1);
         let kind = words.next()?;
-        let process = words.nth(2)?;
+        let process = words.nth(2)?.parse().ok()?;
         let file = words.next()?;
-        (kind == "FLOCK" && file.ends_with(&wanted)).then(|| process.parse().ok())?
-    })
+        let certain = file == device;
+        (kind == "FLOCK" && file.ends_with(&number)).then_some(Holder { process, certain })
+    });
+    holders.reduce(|first, next| if next.certain && !first.certain { next } else { first })
 }
 
 /// The errno in `error`. The standard library has errors of its own for a transfer that ends
@@ -394,9 +412,14 @@ mod tests {
         let table = "1: POSIX  ADVISORY  WRITE 10 fe:00:77 0 EOF\n\
                      2: FLOCK  ADVISORY  WRITE 4711 fe:00:77 0 EOF\n\
                      3: FLOCK  ADVISORY  WRITE 12 fe:00:177 0 EOF\n";
-        assert_eq!(lock_holder_in(table, 77), Some(4711));
-        assert_eq!(lock_holder_in(table, 7), None);
-        assert_eq!(lock_holder_in("garbage", 7), None);
+        let (disk, other) = (rustix::fs::makedev(0xfe, 0), rustix::fs::makedev(0, 0x2a));
+        let holder = |process, certain| Some(Holder { process, certain });
+        assert_eq!(lock_holder_in(table, disk, 77), holder(4711, true));
+        assert_eq!(lock_holder_in(table, other, 77), holder(4711, false));
+        assert_eq!(lock_holder_in(table, disk, 7), None);
+        assert_eq!(lock_holder_in("garbage", disk, 7), None);
+        let twice = format!("{table}4: FLOCK  ADVISORY  WRITE 13 00:2a:77 0 EOF\n");
+        assert_eq!(lock_holder_in(&twice, other, 77), holder(13, true));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::counters::{DeviceCounters, count};
 use super::format::Block;
 use super::io::{Chunk, Done, Engine, Member, Part, Transfer, Verdict};
+use super::pulse::Pulse;
 use crate::core::{Extent, IoFault};
 
 /// Blocks that are kept for the next footers.
@@ -28,6 +29,9 @@ pub(crate) struct Flight<C> {
     ended: VecDeque<(C, Option<IoFault>)>,
     image_bytes: u64,
     sent: u64,
+    /// When the chunks that are out went out, by their number.
+    out: Vec<Option<u64>>,
+    pulse: Option<Arc<Pulse>>,
     spare_vectors: Vec<(Vec<Part>, Vec<Member>)>,
     spare_blocks: Vec<Box<Block>>,
 }
@@ -56,9 +60,18 @@ impl<C> Flight<C> {
             ended: VecDeque::new(),
             image_bytes: 0,
             sent: 0,
+            out: Vec::new(),
+            pulse: None,
             spare_vectors: Vec::new(),
             spare_blocks: Vec::new(),
         }
+    }
+
+    /// Tells `pulse` how long its chunks are out, and wakes up when that is too long.
+    pub(crate) fn with_pulse(mut self, pulse: Arc<Pulse>) -> Self {
+        self.out = vec![None; self.engine.depth()];
+        self.pulse = Some(pulse);
+        self
     }
 
     /// True when the kernel holds nothing and nothing waits to be sent again.
@@ -169,7 +182,13 @@ impl<C> Flight<C> {
         timeout: Option<Duration>,
     ) {
         let mut done = std::mem::take(&mut self.done);
+        let until_hung = self.pulse.as_ref().and_then(|pulse| pulse.until_hung());
+        let timeout = match (timeout, until_hung) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        };
         self.engine.wait(ready, timeout, &mut done);
+        self.take_times(&done);
         for Done { chunk, result } in done.drain(..) {
             self.image_bytes -= u64::from(chunk.image_bytes());
             self.settle(chunk, result);
@@ -191,13 +210,34 @@ impl<C> Flight<C> {
         self.ended.push_back((command, Some(fault)));
     }
 
-    fn submit(&mut self, chunk: Chunk) {
+    fn submit(&mut self, mut chunk: Chunk) {
         let image_bytes = u64::from(chunk.image_bytes());
+        if let Some(pulse) = &self.pulse
+            && let Some(number) = self.out.iter().position(Option::is_none)
+        {
+            let now_ns = pulse.now_ns();
+            if self.engine.in_flight() == 0 {
+                pulse.set_oldest(Some(now_ns));
+            }
+            chunk.number = number;
+            self.out[number] = Some(now_ns);
+        }
         self.sent += 1;
         match self.engine.submit(chunk) {
             Ok(()) => self.image_bytes += image_bytes,
             Err(chunk) => self.retry.push_back(chunk),
         }
+    }
+
+    fn take_times(&mut self, done: &[Done]) {
+        let Some(pulse) = self.pulse.as_ref().filter(|_| !done.is_empty()) else { return };
+        let now_ns = pulse.now_ns();
+        for Done { chunk, .. } in done {
+            if let Some(sent_ns) = self.out.get_mut(chunk.number).and_then(Option::take) {
+                pulse.add(now_ns.saturating_sub(sent_ns), now_ns);
+            }
+        }
+        pulse.set_oldest(self.out.iter().flatten().min().copied());
     }
 
     fn settle(&mut self, mut chunk: Chunk, result: i32) {

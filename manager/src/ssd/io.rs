@@ -75,6 +75,8 @@ pub(crate) struct Chunk {
     pub members: Vec<Member>,
     /// How often it was tried.
     pub attempts: Attempts,
+    /// The worker's number for it while it is out.
+    pub number: usize,
     bytes: u32,
     image_bytes: u32,
 }
@@ -89,7 +91,7 @@ impl Chunk {
     ) -> Self {
         debug_assert!(parts.is_empty() && members.is_empty());
         let attempts = Attempts::default();
-        Self { transfer, offset, parts, members, attempts, bytes: 0, image_bytes: 0 }
+        Self { transfer, offset, parts, members, attempts, number: 0, bytes: 0, image_bytes: 0 }
     }
 
     /// Appends a part of `page`.
@@ -174,8 +176,16 @@ impl Attempts {
                 self.again += 1;
                 return Verdict::Again;
             }
-            Verdict::Failed(IoFault::Errno(errno))
+            Verdict::Failed(fault_of_errno(errno))
         }
+    }
+}
+
+/// What a (positive) errno means. Without space, nothing is wrong with the place.
+pub(crate) fn fault_of_errno(errno: i32) -> IoFault {
+    match errno {
+        libc::ENOSPC | libc::EDQUOT => IoFault::NoSpace,
+        errno => IoFault::Errno(errno),
     }
 }
 
@@ -310,11 +320,15 @@ mod tests {
 
     #[test]
     fn other_errors_fail_at_once_with_a_positive_errno() {
-        for errno in [libc::EIO, libc::ENOSPC, libc::EOPNOTSUPP] {
+        for errno in [libc::EIO, libc::ENXIO, libc::EOPNOTSUPP] {
             assert_eq!(
                 Attempts::default().judge(4096, -errno),
                 Verdict::Failed(IoFault::Errno(errno))
             );
+        }
+        for errno in [libc::ENOSPC, libc::EDQUOT] {
+            let verdict = Attempts::default().judge(4096, -errno);
+            assert_eq!(verdict, Verdict::Failed(IoFault::NoSpace));
         }
         assert!(matches!(Attempts::default().judge(4096, i32::MIN), Verdict::Failed(_)));
     }

@@ -19,7 +19,7 @@ pub(crate) const BESIDE_READS_BYTES_MAX: u64 = 8 << 20;
 /// writes at a tenth of what the device can, in bytes.
 pub(crate) const FLOOR_BYTES: u64 = 128 << 10;
 /// Reads that the kernel holds at most, which is what the floor is measured by, in bytes.
-const READ_BYTES_MAX: u64 = crate::core::limits::READS_IN_FLIGHT_BYTES;
+const READ_BYTES_MAX: u64 = crate::core::limits::READS_IN_KERNEL_BYTES;
 /// One byte of writes for this many of reads gives the writes a tenth of the device.
 const FLOOR_SHARE: u64 = 8;
 /// A read costs as much as this many bytes before its first byte.

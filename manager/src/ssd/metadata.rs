@@ -7,6 +7,7 @@ use super::counters::{DeviceCounters, count};
 use super::error::SsdError;
 use super::file::SsdFile;
 use super::format::{Block, SUPERBLOCK_COPIES, Superblock, SuperblockError, SuperblockHead};
+use super::io::fault_of_errno;
 use crate::core::{IoFault, RegionGeometry, Slot};
 
 /// Reads the newest whole copy.
@@ -106,21 +107,27 @@ impl Metadata {
     /// Gives a region its slot length and makes that durable. On failure the region stays
     /// unrecorded: writes into it try again and fail until it works.
     pub(crate) fn record_region(&mut self, region: u32, slot_bytes: u32) -> Result<(), SsdError> {
+        if self.note_region(region, slot_bytes) { self.write_synced() } else { Ok(()) }
+    }
+
+    /// Gives a region its slot length in memory: the first write into it makes that durable. False
+    /// when it is recorded already.
+    pub(crate) fn note_region(&mut self, region: u32, slot_bytes: u32) -> bool {
         let sound = RegionGeometry::is_slot_length(slot_bytes)
             && self.state.geometry.slots(region, slot_bytes) > 0;
         let Some(place) = self.state.regions.get_mut(region as usize).filter(|_| sound) else {
             debug_assert!(false, "region {region} cannot have slots of {slot_bytes} bytes");
-            return Ok(());
+            return false;
         };
         if *place == slot_bytes && !self.unrecorded.contains(&region) {
-            return Ok(());
+            return false;
         }
         *place = slot_bytes;
         self.dirty = true;
         if !self.unrecorded.contains(&region) {
             self.unrecorded.push(region);
         }
-        self.write_synced()
+        true
     }
 
     /// Records a slot that is not to be used again, with the next superblock.
@@ -220,7 +227,7 @@ impl Metadata {
 pub(crate) fn fault_of(error: &SsdError) -> IoFault {
     match error {
         SsdError::Io { errno, .. } | SsdError::System { errno, .. } => {
-            IoFault::Errno(errno.raw_os_error())
+            fault_of_errno(errno.raw_os_error())
         }
         _ => IoFault::Errno(libc::EIO),
     }

@@ -24,11 +24,13 @@ mod error;
 mod file;
 mod flight;
 pub mod format;
+mod health;
 mod io;
 mod limit;
 mod metadata;
 mod order;
 pub mod probe;
+mod pulse;
 mod reader;
 mod recover;
 mod survey;
@@ -49,11 +51,13 @@ mod fake;
 #[cfg(test)]
 mod worker_tests;
 
+pub use breaker::Cause;
 pub use claim::MadeFiles;
 pub use counters::DeviceSnapshot;
-pub use device::{DeviceInfo, DeviceStatus, Health, Notify};
+pub use device::{DeviceInfo, DeviceStatus, Notify};
 pub use engine::EngineChoice;
 pub use error::SsdError;
+pub use health::Health;
 pub(crate) use io::CHUNK_IMAGE_BYTES_MAX;
 pub use io::{EngineKind, EngineMode, TaskRun};
 pub use order::{ReadOrder, SsdEnd, WriteOrder};
@@ -61,6 +65,9 @@ pub use recover::SlotCounts;
 pub use survey::{Recovery, ScanState, ScanStatus};
 pub use tier::{ClaimedTier, QueueFull, SsdConfig, SsdTier};
 pub use verify::verify;
+
+/// Reads, and writes with forgets, of one device that may be out; one more finds the queue full.
+pub const QUEUE_ORDERS: usize = device::WRITE_QUEUE;
 
 /// Files of one tier at most.
 pub const DEVICES_MAX: usize = 16;

@@ -17,6 +17,33 @@ pub struct ReadOrder {
     pub checksum: u64,
 }
 
+/// Ticket of a read that nobody ordered: whether a device that failed reads again.
+const PROBE: Ticket = Ticket(u64::MAX);
+
+impl ReadOrder {
+    /// Reads one block at `offset` and throws it away.
+    pub(crate) fn probe(offset: u64) -> Self {
+        Self {
+            ticket: PROBE,
+            slot: Slot { device: 0, offset, bytes: 0 },
+            extent: Extent { arena: 0, offset: 0, bytes: 0 },
+            image_bytes: 0,
+            checksum: 0,
+        }
+    }
+
+    pub(crate) fn is_probe(&self) -> bool {
+        self.ticket == PROBE
+    }
+}
+
+impl SsdEnd {
+    /// The end of a probe is told to nobody.
+    pub(crate) fn is_probe(&self) -> bool {
+        matches!(self, Self::Read { ticket, .. } if *ticket == PROBE)
+    }
+}
+
 /// Write an image and its footer. Ends with [`SsdEnd::Write`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WriteOrder {

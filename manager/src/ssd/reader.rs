@@ -11,10 +11,11 @@ use super::flight::{Flight, part_of};
 use super::format::padded;
 use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
 use super::order::ReadOrder;
+use super::pulse::Pulse;
 use super::verifier::ReadResult;
 use super::window::Window;
 use super::worker::Duty;
-use crate::core::limits::READS_IN_FLIGHT_BYTES;
+use crate::core::limits::READS_IN_KERNEL_BYTES;
 use crate::core::{FOOTER_BYTES, RegionGeometry};
 use crate::core::{IoFault, Slot};
 
@@ -33,6 +34,7 @@ pub(crate) struct Reader {
     together: Vec<u32>,
     geometry: RegionGeometry,
     meter: ReadMeter,
+    pulse: Arc<Pulse>,
     results: SyncSender<ReadResult>,
 }
 
@@ -57,10 +59,12 @@ impl Reader {
         geometry: RegionGeometry,
         counters: Arc<DeviceCounters>,
         activity: Arc<ReadActivity>,
+        pulse: Arc<Pulse>,
         results: SyncSender<ReadResult>,
     ) -> Self {
         Self {
-            flight: Flight::new(engine, Transfer::Read, counters.clone()),
+            flight: Flight::new(engine, Transfer::Read, counters.clone()).with_pulse(pulse.clone()),
+            pulse,
             backlog: VecDeque::new(),
             window: Window::new(),
             open: None,
@@ -87,7 +91,7 @@ impl Reader {
         let image = padded_image(&order);
         let bytes = CHUNK_IMAGE_BYTES_MAX.min(image - sent);
         if !self.flight.has_failed(page) {
-            if !self.flight.has_room(bytes, READS_IN_FLIGHT_BYTES) {
+            if !self.flight.has_room(bytes, READS_IN_KERNEL_BYTES) {
                 return false;
             }
             let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
@@ -117,7 +121,7 @@ impl Reader {
         {
             let image = padded_image(&next);
             let total = chunk.image_bytes() + image;
-            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READS_IN_FLIGHT_BYTES)
+            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READS_IN_KERNEL_BYTES)
             {
                 break;
             }
@@ -141,6 +145,14 @@ impl Reader {
         }
     }
 
+    fn send_probe(&mut self, order: ReadOrder) {
+        let page = self.flight.begin(Reading { order, mark: None });
+        let mut chunk = self.flight.chunk(order.slot.offset);
+        chunk.push(page, Part::Block(self.flight.block()));
+        self.flight.send(chunk);
+        self.flight.seal(page);
+    }
+
     fn refuse(&mut self, order: ReadOrder, fault: IoFault) {
         self.flight.refuse(Reading { order, mark: None }, fault);
     }
@@ -154,6 +166,11 @@ impl Duty for Reader {
     }
 
     fn fill(&mut self) {
+        if self.pulse.is_hung() {
+            // What the kernel does not have yet need not wait for what it keeps.
+            self.abandon();
+            return;
+        }
         loop {
             if let Some(open) = self.open {
                 if !self.send_next(open) {
@@ -161,10 +178,19 @@ impl Duty for Reader {
                 }
                 continue;
             }
+            if self.backlog.front().is_some_and(ReadOrder::is_probe) {
+                if !self.flight.has_room(0, READS_IN_KERNEL_BYTES) {
+                    return;
+                }
+                if let Some(order) = self.backlog.pop_front() {
+                    self.send_probe(order);
+                }
+                continue;
+            }
             let small = |order| is_small(&order).then_some(order);
             self.window.refill(&mut self.backlog, small, |order| order.slot.offset);
             if let Some(order) = self.window.front() {
-                if !self.flight.has_room(padded_image(&order), READS_IN_FLIGHT_BYTES) {
+                if !self.flight.has_room(padded_image(&order), READS_IN_KERNEL_BYTES) {
                     return;
                 }
                 self.window.pop();
@@ -235,7 +261,7 @@ fn padded_image(order: &ReadOrder) -> u32 {
 }
 
 fn is_small(order: &ReadOrder) -> bool {
-    order.image_bytes <= COALESCE_IMAGE_BYTES_MAX
+    order.image_bytes <= COALESCE_IMAGE_BYTES_MAX && !order.is_probe()
 }
 
 /// True when `next` is small and its image begins one footer behind that of `last`.

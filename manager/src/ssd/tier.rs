@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use super::DEVICES_MAX;
 use super::claim::{Claimed, MadeFiles};
 use super::counters::DeviceCounters;
-use super::device::{Device, DeviceInfo, DeviceStatus, Health, Notify, Refusal, Shared};
+use super::device::{Device, DeviceInfo, DeviceStatus, Notify, Refusal, Shared};
 use super::engine::{EngineChoice, Resolved, resolve};
 use super::error::SsdError;
 use super::format::Forgotten;
+use super::health::Health;
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
 use super::recover::all_forgotten;
@@ -327,6 +328,12 @@ impl SsdTier {
             self.forgets.remove(&ticket);
             SsdEnd::Forget { ticket, fault }
         })
+    }
+
+    /// Looks after devices that are not well. To be called several times a second, also without
+    /// work.
+    pub fn tend(&mut self) {
+        self.devices.iter_mut().for_each(Device::tend);
     }
 
     /// Every device, in configuration order.

@@ -14,6 +14,7 @@ use super::file::{Access, SsdFile};
 use super::format::{Superblock, padded};
 use super::metadata;
 use super::order::ReadOrder;
+use super::pulse::Pulse;
 use super::reader::Reader;
 use super::recover::{Census, Found, SlotCounts, all_forgotten};
 use super::sweep::{ScanProgress, ScanWatch, scan, slots_of};
@@ -126,7 +127,8 @@ fn read_whole(
         }
         let (send, results) = sync_channel(IMAGES_MAX);
         let activity = Arc::new(ReadActivity::new(0));
-        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, send);
+        let pulse = Arc::new(Pulse::patient());
+        let reader = Reader::new(engine, state.geometry, Arc::default(), activity, pulse, send);
         Check { reader, results, memory, places }.run(alike, &mut tell);
     }
     Ok(())

@@ -2,8 +2,10 @@
 //! and takes nobody along.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use orbitkv_shm_protocol::ids::PageHash;
 use proptest::prelude::*;
@@ -13,12 +15,13 @@ use ringbuf::{HeapCons, HeapRb};
 use super::activity::ReadActivity;
 use super::conformance::pool;
 use super::counters::DeviceCounters;
-use super::fake::{Disk, FakeEngine, Fault, Log};
+use super::fake::{Disk, FakeEngine, Fault, Gate, Log};
 use super::file::{Access, SsdFile};
 use super::format::{Block, FileId, Footer, Superblock, checksum, padded};
 use super::io::Chunk;
 use super::metadata::{self, Metadata};
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
+use super::pulse::Pulse;
 use super::reader::Reader;
 use super::verifier::ReadResult;
 use super::wake::Wake;
@@ -29,6 +32,8 @@ use crate::core::{Extent, ImageIdentity, IoFault, Slot, Ticket};
 use crate::image::ImageMemory;
 use crate::pool::DramPool;
 
+/// Short, so that tests of a hung device are.
+const HUNG_AFTER: Duration = Duration::from_millis(50);
 const POOL_BYTES: u64 = 32 << 20;
 const CAPACITY: u64 = 48 << 20;
 const DATA: u64 = 1 << 20;
@@ -51,6 +56,9 @@ struct ReadBench {
     memory: Arc<DramPool>,
     disk: Disk,
     log: Log,
+    gate: Gate,
+    wake: Arc<Wake>,
+    pulse: Arc<Pulse>,
     counters: Arc<DeviceCounters>,
     results: Receiver<ReadResult>,
 }
@@ -61,7 +69,9 @@ impl ReadBench {
         let disk: Disk = Arc::new(Mutex::new(vec![0; CAPACITY as usize]));
         let wake = Arc::new(Wake::new().unwrap());
         let shared: Arc<dyn ImageMemory> = memory.clone();
-        let mut engine = FakeEngine::new(disk.clone(), shared, wake, 16).with_plan(plan);
+        let gate: Gate = Arc::new(AtomicBool::new(true));
+        let mut engine =
+            FakeEngine::new(disk.clone(), shared, wake.clone(), 16).with_plan(plan).behind(&gate);
         if newest_first {
             engine = engine.newest_first();
         }
@@ -69,8 +79,16 @@ impl ReadBench {
         let counters = Arc::new(DeviceCounters::default());
         let (tell, results) = sync_channel(4096);
         let activity = Arc::new(ReadActivity::new(2 << 20));
-        let reader = Reader::new(Box::new(engine), geometry(), counters.clone(), activity, tell);
-        Self { reader, memory, disk, log, counters, results }
+        let pulse = Arc::new(Pulse::hung_after(HUNG_AFTER));
+        let reader = Reader::new(
+            Box::new(engine),
+            geometry(),
+            counters.clone(),
+            activity,
+            pulse.clone(),
+            tell,
+        );
+        Self { reader, memory, disk, log, gate, wake, pulse, counters, results }
     }
 
     /// Orders a page that lies at `offset`; its extent is at `number` megabytes.
@@ -92,6 +110,20 @@ impl ReadBench {
 
     fn finish(&mut self) -> HashMap<Ticket, Option<IoFault>> {
         run(&mut self.reader);
+        self.ended()
+    }
+
+    /// Turns the reader until the disk counts as hung.
+    fn hang(&mut self) {
+        while !self.pulse.is_hung() {
+            self.reader.fill();
+            self.reader.wait(&mut || false);
+            self.reader.deliver();
+        }
+    }
+
+    /// What has ended and was not asked for yet.
+    fn ended(&mut self) -> HashMap<Ticket, Option<IoFault>> {
         let mut ends = HashMap::new();
         for result in self.results.try_iter() {
             let order = result.order;
@@ -248,6 +280,8 @@ struct WriteBench {
     memory: Arc<DramPool>,
     disk: Disk,
     log: Log,
+    gate: Gate,
+    pulse: Arc<Pulse>,
     counters: Arc<DeviceCounters>,
     ends: HeapCons<SsdEnd>,
     file: Arc<SsdFile>,
@@ -279,22 +313,26 @@ impl WriteBench {
         let disk: Disk = Arc::new(Mutex::new(vec![0; CAPACITY as usize]));
         let wake = Arc::new(Wake::new().unwrap());
         let shared: Arc<dyn ImageMemory> = memory.clone();
-        let mut engine = FakeEngine::new(disk.clone(), shared, wake, 16).with_plan(plan(&file));
+        let gate: Gate = Arc::new(AtomicBool::new(true));
+        let mut engine =
+            FakeEngine::new(disk.clone(), shared, wake, 16).with_plan(plan(&file)).behind(&gate);
         if newest_first {
             engine = engine.newest_first();
         }
         let log = engine.log();
         let counters = Arc::new(DeviceCounters::default());
         let (tell, ends) = HeapRb::new(4096).split();
+        let pulse = Arc::new(Pulse::hung_after(HUNG_AFTER));
         let parts = WriterParts {
             metadata: Metadata::new(file.clone(), state, counters.clone()),
             counters: counters.clone(),
             activity: Arc::new(ReadActivity::held_at(limit)),
+            pulse: pulse.clone(),
             ends: tell,
             notify: Arc::new(|| {}),
         };
         let writer = Writer::new(Box::new(engine), parts);
-        Self { writer, memory, disk, log, counters, ends, file, folder }
+        Self { writer, memory, disk, log, gate, pulse, counters, ends, file, folder }
     }
 
     fn region(&mut self, slot_bytes: u32) {
@@ -325,6 +363,20 @@ impl WriteBench {
 
     fn finish(&mut self) -> HashMap<Ticket, Option<IoFault>> {
         run(&mut self.writer);
+        self.ended()
+    }
+
+    /// Turns the writer until the disk counts as hung.
+    fn hang(&mut self) {
+        while !self.pulse.is_hung() {
+            self.writer.fill();
+            self.writer.wait(&mut || false);
+            self.writer.deliver();
+        }
+    }
+
+    /// What has ended and was not asked for yet.
+    fn ended(&mut self) -> HashMap<Ticket, Option<IoFault>> {
         let mut ends = HashMap::new();
         for end in self.ends.pop_iter() {
             let (SsdEnd::Write { ticket, fault } | SsdEnd::Forget { ticket, fault }) = end else {
@@ -524,6 +576,105 @@ fn abandoned_orders_end_and_what_the_kernel_has_is_waited_for() {
     assert_eq!(ends.len(), 3);
     assert!(ends.values().all(|fault| *fault == Some(IoFault::Off)));
     assert_eq!(bench.log.lock().unwrap().len(), 2, "the chunks that were out came back");
+}
+
+/// SSD-03: what the kernel has keeps its memory; what it does not have ends although it hangs.
+#[test]
+fn a_hung_read_keeps_its_buffers_and_holds_nobody_else() {
+    let mut bench = ReadBench::new(|_| None, false);
+    bench.gate.store(false, Ordering::Release);
+    for number in 0..3 {
+        bench.order(number * 9, DATA + number * (10 << 20), 9 * MIB);
+    }
+    bench.hang();
+    bench.reader.fill();
+    bench.reader.deliver();
+    let ends = bench.ended();
+    // The fake takes sixteen chunks: the first page and the beginning of the second.
+    assert_eq!(ends, HashMap::from([(Ticket(18), Some(IoFault::Off))]));
+    assert!(!bench.reader.is_idle(), "the kernel still has the others");
+    // What comes now ends at once as well.
+    let elsewhere = DATA + (40 << 20);
+    bench.order(5, elsewhere, 8192);
+    bench.reader.fill();
+    bench.reader.deliver();
+    assert_eq!(bench.ended(), HashMap::from([(Ticket(5), Some(IoFault::Off))]));
+
+    bench.gate.store(true, Ordering::Release);
+    bench.wake.ring_always();
+    let ends = bench.finish();
+    let expected = [(Ticket(0), None), (Ticket(9), Some(IoFault::Off))];
+    assert_eq!(ends, HashMap::from(expected), "the page that was sent whole is good");
+    assert!(!bench.pulse.is_hung());
+    bench.order(6, elsewhere, 8192);
+    assert_eq!(bench.finish()[&Ticket(6)], None, "it works again");
+}
+
+#[test]
+fn a_hung_write_holds_nobody_else() {
+    let mut bench = WriteBench::new(|_| None, false);
+    let slot_bytes = RegionGeometry::slot_bytes_for(4 * MIB).unwrap();
+    bench.region(slot_bytes);
+    bench.gate.store(false, Ordering::Release);
+    for number in 0..2 {
+        bench.order(number, nth(slot_bytes, number as u32), 4 * MIB);
+    }
+    bench.hang();
+    let forget = WriterCommand::Forget { ticket: Ticket(7), namespace: [3; 32], generation: 9 };
+    bench.writer.accept(forget);
+    bench.writer.fill();
+    bench.writer.deliver();
+    let off = Some(IoFault::Off);
+    assert_eq!(bench.ended(), HashMap::from([(Ticket(1), off), (Ticket(7), off)]));
+    assert!(!bench.writer.is_idle(), "the kernel still has two chunks of the first page");
+
+    bench.gate.store(true, Ordering::Release);
+    assert_eq!(bench.finish(), HashMap::from([(Ticket(0), off)]), "it was not sent whole");
+    let order = bench.order(8, nth(slot_bytes, 2), 4 * MIB);
+    assert_eq!(bench.finish()[&Ticket(8)], None, "it works again");
+    assert!(bench.is_whole(&order));
+}
+
+#[test]
+fn a_region_that_came_while_the_disk_hung_is_recorded_by_the_first_write_into_it() {
+    let mut bench = WriteBench::new(|_| None, false);
+    let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
+    bench.pulse.set_oldest(Some(0));
+    bench.hang();
+    bench.region(slot_bytes);
+    bench.order(1, nth(slot_bytes, 0), 64 << 10);
+    bench.writer.fill();
+    bench.writer.deliver();
+    assert_eq!(bench.ended()[&Ticket(1)], Some(IoFault::Off));
+    bench.pulse.set_oldest(None);
+    let order = bench.order(2, nth(slot_bytes, 0), 64 << 10);
+    assert_eq!(bench.finish()[&Ticket(2)], None);
+    assert!(bench.is_whole(&order));
+    assert_eq!(metadata::load(&bench.file).unwrap().regions[0], slot_bytes);
+}
+
+#[test]
+fn no_space_is_told_apart_from_a_bad_slot() {
+    let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
+    let mut bench = WriteBench::new(|_| Some(Fault::Errno(libc::ENOSPC)), false);
+    bench.region(slot_bytes);
+    bench.order(1, nth(slot_bytes, 0), 64 << 10);
+    assert_eq!(bench.finish()[&Ticket(1)], Some(IoFault::NoSpace));
+    let counters = bench.counters.snapshot();
+    assert_eq!(counters.write_faults[IoFault::NoSpace.index()], 1);
+}
+
+#[test]
+fn a_probe_reads_a_block_and_reports_what_became_of_it() {
+    for (fault, expected) in
+        [(None, None), (Some(Fault::Errno(libc::EIO)), Some(IoFault::Errno(libc::EIO)))]
+    {
+        let mut bench = ReadBench::new(move |_| fault, false);
+        bench.reader.accept(ReadOrder::probe(DATA));
+        run(&mut bench.reader);
+        let result = bench.results.try_recv().unwrap();
+        assert!(result.order.is_probe() && result.fault == expected, "{:?}", result.fault);
+    }
 }
 
 #[derive(Clone, Copy, Debug)]

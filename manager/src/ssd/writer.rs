@@ -15,6 +15,7 @@ use super::format::{Footer, padded};
 use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Transfer};
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
+use super::pulse::Pulse;
 use super::window::Window;
 use super::worker::Duty;
 use crate::core::FOOTER_BYTES;
@@ -34,6 +35,7 @@ pub(crate) struct Writer {
     metadata: Metadata,
     counters: Arc<DeviceCounters>,
     activity: Arc<ReadActivity>,
+    pulse: Arc<Pulse>,
     /// How long nothing is sent, so that some reads are alone.
     pause: Option<Duration>,
     ends: HeapProd<SsdEnd>,
@@ -47,6 +49,7 @@ pub(crate) struct WriterParts {
     pub(crate) metadata: Metadata,
     pub(crate) counters: Arc<DeviceCounters>,
     pub(crate) activity: Arc<ReadActivity>,
+    pub(crate) pulse: Arc<Pulse>,
     pub(crate) ends: HeapProd<SsdEnd>,
     pub(crate) notify: Arc<dyn Fn() + Send + Sync>,
 }
@@ -62,7 +65,9 @@ struct OpenPage {
 impl Writer {
     pub(crate) fn new(engine: Box<dyn Engine>, parts: WriterParts) -> Self {
         Self {
-            flight: Flight::new(engine, Transfer::Write, parts.counters.clone()),
+            flight: Flight::new(engine, Transfer::Write, parts.counters.clone())
+                .with_pulse(parts.pulse.clone()),
+            pulse: parts.pulse,
             backlog: VecDeque::new(),
             window: Window::new(),
             open: None,
@@ -274,10 +279,17 @@ impl Duty for Writer {
 
     fn fill(&mut self) {
         self.pause = None;
+        if self.pulse.is_hung() {
+            // What the kernel does not have yet need not wait for what it keeps.
+            self.abandon();
+            return;
+        }
         match self.activity.allowance() {
             Allowance::Bytes(limit) => {
                 self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
-                self.send(limit);
+                // The superblock is written on this thread.
+                let pulse = self.pulse.clone();
+                pulse.in_call(|| self.send(limit));
             }
             Allowance::Pause(left) => self.pause = Some(left),
         }
@@ -327,8 +339,12 @@ impl Duty for Writer {
                     (self.notify)();
                 }
                 WriterCommand::Retire { offset } => self.metadata.retire(offset),
-                // A region without slots in use needs no record, and one too many does no harm.
-                WriterCommand::Region { .. } | WriterCommand::Unforget { .. } => {}
+                // The first write into it makes it durable.
+                WriterCommand::Region { region, slot_bytes } => {
+                    _ = self.metadata.note_region(region, slot_bytes);
+                }
+                // One too many does no harm.
+                WriterCommand::Unforget { .. } => {}
             }
         }
     }

@@ -172,6 +172,8 @@ pub struct DeviceMirror<'a> {
     pub registered: bool,
     /// What it still does.
     pub health: SsdHealth,
+    /// How its writes make room for its reads.
+    pub pace: PaceMirror,
     /// Whether its pages were found again.
     pub recovery: SsdRecovery,
     /// Slots of its regions at the start.
@@ -180,6 +182,19 @@ pub struct DeviceMirror<'a> {
     pub scanned_slots: u64,
     /// Bytes that were read for that.
     pub scan_read_bytes: u64,
+}
+
+/// How the writes of a device make room for its reads.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct PaceMirror {
+    /// Image bytes of writes in the kernel.
+    pub write_inflight_bytes: u64,
+    /// What these are held below.
+    pub write_inflight_limit_bytes: u64,
+    /// What reads of small pages take, without and with writes beside them, in nanoseconds.
+    pub small_read_ns: [u64; 2],
+    /// The same for larger pages.
+    pub large_read_ns: [u64; 2],
 }
 
 impl From<DeviceMirror<'_>> for DeviceRow {
@@ -196,6 +211,10 @@ impl From<DeviceMirror<'_>> for DeviceRow {
             preallocated: device.preallocated.into(),
             registered: device.registered.into(),
             health: device.health.to_word(),
+            write_inflight_bytes: device.pace.write_inflight_bytes,
+            write_inflight_limit_bytes: device.pace.write_inflight_limit_bytes,
+            small_read_ns: device.pace.small_read_ns,
+            large_read_ns: device.pace.large_read_ns,
             recovery: device.recovery.to_word(),
             scan_slots: device.scan_slots,
             scanned_slots: device.scanned_slots,
@@ -238,6 +257,7 @@ impl From<IoFault> for SsdFault {
             IoFault::Short => Self::Short,
             IoFault::Checksum => Self::Checksum,
             IoFault::Off => Self::Off,
+            IoFault::NoSpace => Self::NoSpace,
         }
     }
 }

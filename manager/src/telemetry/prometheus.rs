@@ -25,7 +25,7 @@ pub struct DeviceFamily {
 }
 
 /// The table of these metrics; all are gauges.
-pub const DEVICE_FAMILIES: [DeviceFamily; 12] = [
+pub const DEVICE_FAMILIES: [DeviceFamily; 18] = [
     DeviceFamily {
         name: "orbitkv_ssd_device_capacity_bytes",
         help: "Bytes that slots of the device may take.",
@@ -45,6 +45,36 @@ pub const DEVICE_FAMILIES: [DeviceFamily; 12] = [
         name: "orbitkv_ssd_device_writing_pages",
         help: "Page writes queued or in the kernel.",
         value: |device| device.writing,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_write_inflight_bytes",
+        help: "Image bytes of writes in the kernel.",
+        value: |device| device.write_inflight_bytes,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_write_inflight_limit_bytes",
+        help: "What these are held below at the moment.",
+        value: |device| device.write_inflight_limit_bytes,
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_small_read_alone_nanoseconds",
+        help: "98th percentile of reads of pages up to 256 KiB without writes beside them.",
+        value: |device| device.small_read_ns[0],
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_small_read_beside_nanoseconds",
+        help: "The same with writes beside them.",
+        value: |device| device.small_read_ns[1],
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_large_read_alone_nanoseconds",
+        help: "98th percentile of reads of larger pages without writes beside them.",
+        value: |device| device.large_read_ns[0],
+    },
+    DeviceFamily {
+        name: "orbitkv_ssd_device_large_read_beside_nanoseconds",
+        help: "The same with writes beside them.",
+        value: |device| device.large_read_ns[1],
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_direct",

@@ -100,6 +100,7 @@ fn device(path: &Path, used_bytes: u64) -> DeviceMirror<'_> {
         preallocated: true,
         registered: true,
         health: SsdHealth::Healthy,
+        pace: mirror::PaceMirror::default(),
         recovery: SsdRecovery::Done,
         scan_slots: 9,
         scanned_slots: 9,
@@ -338,7 +339,7 @@ fn prometheus_text_is_the_table() {
     assert_eq!(series.len(), of_table + of_latency + of_devices, "no series outside the tables");
     assert_eq!(helped.len(), FAMILIES.len() + 1 + DEVICE_FAMILIES.len());
     assert_eq!(typed.len(), helped.len());
-    assert!(series.len() < 640, "{} series with all devices", series.len());
+    assert!(series.len() < 700, "{} series with all devices", series.len());
     assert!(!text.contains("77777") && !text.contains("/nvme"), "no id or path is a label");
 
     assert_eq!(series["orbitkv_ssd_write_queue_full_total"], 0.0);

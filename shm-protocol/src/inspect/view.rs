@@ -104,8 +104,17 @@ pub struct DeviceView {
     pub preallocated: bool,
     /// Whether the DRAM arenas are registered with its rings.
     pub registered: bool,
-    /// `healthy`, `read_only` or `off`.
+    /// `healthy`, `degraded`, `read_only` or `off`.
     pub health: &'static str,
+    /// Image bytes of writes in the kernel.
+    pub write_inflight_bytes: u64,
+    /// What these are held below at the moment.
+    pub write_inflight_limit_bytes: u64,
+    /// Nanoseconds that reads of pages up to 256 KiB take, without and with writes beside them:
+    /// the 98th percentile of the last 64, 0 when there were none.
+    pub small_read_ns: [u64; 2],
+    /// The same for larger pages.
+    pub large_read_ns: [u64; 2],
     /// What became of its pages at the start: `scanning`, `taking_over`, `done`, `unreadable` or
     /// `stalled`.
     pub recovery: &'static str,
@@ -283,6 +292,10 @@ impl DeviceView {
             preallocated: row.preallocated != 0,
             registered: row.registered != 0,
             health: SsdHealth::from_word(row.health).map_or(UNKNOWN, SsdHealth::label),
+            write_inflight_bytes: row.write_inflight_bytes,
+            write_inflight_limit_bytes: row.write_inflight_limit_bytes,
+            small_read_ns: row.small_read_ns,
+            large_read_ns: row.large_read_ns,
             recovery: SsdRecovery::from_word(row.recovery).map_or(UNKNOWN, SsdRecovery::label),
             scan_slots: row.scan_slots,
             scanned_slots: row.scanned_slots,

@@ -174,6 +174,8 @@ label_enum! {
         Checksum => "checksum",
         /// The tier did not take the work (breaker, shutdown).
         Off => "off",
+        /// The file system had no space.
+        NoSpace => "no_space",
     }
 }
 
@@ -330,10 +332,26 @@ label_enum! {
     SsdHealth, "health" {
         /// Reads and writes.
         Healthy => "healthy",
-        /// Too many write errors: reads only.
+        /// Writes fail or hang: reads only.
         ReadOnly => "read_only",
-        /// Too many errors: unused.
+        /// Reads fail or hang: unused.
         Off => "off",
+        /// So slow that nothing new is written.
+        Degraded => "degraded",
+    }
+}
+
+label_enum! {
+    /// Why an SSD device ceased to take some work.
+    SsdStop, "reason" {
+        /// Too many orders failed.
+        Errors => "errors",
+        /// The file system has no space.
+        NoSpace => "no_space",
+        /// It takes seconds.
+        Slow => "slow",
+        /// The kernel does not give back what it was handed.
+        Hung => "hung",
     }
 }
 

@@ -28,6 +28,15 @@ pub struct DeviceRow {
     pub registered: u64,
     /// [`SsdHealth`](super::SsdHealth) as a word.
     pub health: u64,
+    /// Image bytes of writes in the kernel.
+    pub write_inflight_bytes: u64,
+    /// What these are held below at the moment.
+    pub write_inflight_limit_bytes: u64,
+    /// Nanoseconds that reads of pages up to 256 KiB take, without and with writes beside them:
+    /// the 98th percentile of the last 64, 0 when there were none.
+    pub small_read_ns: [u64; 2],
+    /// The same for larger pages.
+    pub large_read_ns: [u64; 2],
     /// [`SsdRecovery`](super::SsdRecovery) as a word.
     pub recovery: u64,
     /// Slots of its regions at the start.

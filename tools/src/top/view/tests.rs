@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use orbitkv_manager::telemetry::mirror::{DeviceMirror, RingsMirror, SessionMirror};
+use orbitkv_manager::telemetry::mirror::{DeviceMirror, PaceMirror, RingsMirror, SessionMirror};
 use orbitkv_manager::telemetry::{Telemetry, TelemetryIdentity};
 use orbitkv_shm_protocol::ids::{EngineId, Epoch, SessionId};
 use orbitkv_shm_protocol::inspect::now_ns;
@@ -45,6 +45,7 @@ impl Fake {
             preallocated: true,
             registered: true,
             health: SsdHealth::ReadOnly,
+            pace: PaceMirror::default(),
             recovery: SsdRecovery::Done,
             scan_slots: 0,
             scanned_slots: 0,
