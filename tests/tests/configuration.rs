@@ -150,7 +150,7 @@ struct SizeField {
     zero: Option<&'static str>,
 }
 
-const SIZE_FIELDS: [SizeField; 8] = [
+const SIZE_FIELDS: [SizeField; 9] = [
     SizeField {
         flag: Some("--dram"),
         section: "dram",
