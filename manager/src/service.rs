@@ -826,12 +826,10 @@ impl Service {
         }
         self.device.stop();
         let began = self.stopping.map_or(0, |stopping| stopping.began);
-        let by = began.saturating_add(nanos_of(STORAGE_STOP_BY));
-        let left = Duration::from_nanos(by.saturating_sub(self.clock.now()));
+        let elapsed = Duration::from_nanos(self.clock.now().saturating_sub(began));
         if let Some(storage) = &mut self.storage {
-            let all = left.max(STORAGE_STOP_MIN);
-            // Half at least for the superblocks, and for what the kernel has by then.
-            storage.stop(STORAGE_STOP_MAX.min(all / 2), all);
+            let (orders, all) = storage_stop(elapsed);
+            storage.stop(orders, all);
         }
         let now = self.clock.now();
         while self.take_copy_ends(now) {}
@@ -840,6 +838,13 @@ impl Service {
         self.report(now);
         drained
     }
+}
+
+/// How long the SSD orders, and with them what the kernel keeps, may take `elapsed` after the begin of
+/// a stop: half at least is for the superblocks and what the kernel has by then.
+fn storage_stop(elapsed: Duration) -> (Duration, Duration) {
+    let all = STORAGE_STOP_BY.saturating_sub(elapsed).max(STORAGE_STOP_MIN);
+    (STORAGE_STOP_MAX.min(all / 2), all)
 }
 
 /// One copy as `core` orders it.
@@ -879,3 +884,20 @@ const fn close_reason(cause: CloseCause) -> CloseReason {
 }
 
 type RegionHandle = Arc<DeviceRegion>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whenever the drain of everything else is over, which takes 9 s at most, and whatever the
+    /// kernel keeps.
+    #[test]
+    fn a_stop_with_an_ssd_device_that_hangs_takes_ten_seconds_at_most() {
+        for elapsed in (0..=9_000).step_by(100).map(Duration::from_millis) {
+            let (orders, all) = storage_stop(elapsed);
+            assert!(elapsed + all <= Duration::from_secs(10), "{all:?} after {elapsed:?}");
+            assert!(orders <= all / 2 && orders >= STORAGE_STOP_MIN / 2);
+        }
+        assert_eq!(storage_stop(Duration::ZERO).0, STORAGE_STOP_MAX);
+    }
+}
