@@ -41,6 +41,7 @@ fn config(path: &Path, capacity_bytes: u64, engine: EngineChoice) -> SsdConfig {
         direct: true,
         engine,
         write_in_flight_bytes: 2 * MIB,
+        read_join_bytes: 1 << 20,
         slot_bytes_max: 0,
     }
 }

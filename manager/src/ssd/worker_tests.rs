@@ -171,6 +171,20 @@ fn small_neighbours_are_read_with_one_request_and_a_gap_splits_them() {
 }
 
 #[test]
+fn one_read_joins_no_more_than_it_is_allowed_to() {
+    for (join_bytes, requests) in [(4096, 6), (2 * 8192, 3), (5 * 8192, 2), (1 << 20, 1)] {
+        let mut bench = ReadBench::new(|_| None, false);
+        bench.reader = bench.reader.joining(join_bytes);
+        for number in 0..6 {
+            bench.order(number, DATA + number * 12288, 8192);
+        }
+        let ends = bench.finish();
+        assert!(ends.len() == 6 && ends.values().all(Option::is_none));
+        assert_eq!(bench.log.lock().unwrap().len(), requests, "{join_bytes} bytes");
+    }
+}
+
+#[test]
 fn small_neighbours_join_whatever_order_they_were_ordered_in() {
     let mut bench = ReadBench::new(|_| None, false);
     for number in [3, 1, 4, 0, 2] {
