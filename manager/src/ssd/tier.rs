@@ -197,6 +197,11 @@ impl SsdTier {
     pub fn poll_recovery(&mut self) -> Option<Recovery> {
         let recovery = self.survey.as_mut()?.poll()?;
         for device in &mut self.devices {
+            if recovery.has_jumped {
+                let base = recovery.found.last_generation();
+                let told = device.record(WriterCommand::Generation { base });
+                debug_assert!(told, "nothing is ordered before the files are known");
+            }
             for &Forgotten { namespace, generation } in &recovery.needless {
                 if !device.record(WriterCommand::Unforget { namespace, generation }) {
                     // Kept until the next start, which costs nothing but its place.

@@ -668,6 +668,37 @@ fn a_region_that_came_while_the_disk_hung_is_recorded_by_the_first_write_into_it
 }
 
 #[test]
+fn no_write_begins_before_the_base_of_its_generation_is_on_ssd() {
+    let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
+    let seen = |file: &SsdFile| metadata::load(file).unwrap().generation;
+    let plan = |file: &Arc<SsdFile>| -> Box<dyn FnMut(&Chunk) -> Option<Fault>> {
+        let file = file.clone();
+        Box::new(move |_| {
+            assert!(seen(&file) >= 1 << 40);
+            None
+        })
+    };
+    for comes_while_hung in [false, true] {
+        let mut bench = WriteBench::with(plan, false, true, 2 << 20);
+        bench.region(slot_bytes);
+        run(&mut bench.writer);
+        assert_eq!(seen(&bench.file), 0);
+        if comes_while_hung {
+            bench.pulse.set_oldest(Some(0));
+            bench.hang();
+        }
+        bench.writer.accept(WriterCommand::Generation { base: 1 << 40 });
+        if comes_while_hung {
+            bench.writer.fill();
+            bench.pulse.set_oldest(None);
+        }
+        bench.order(1, nth(slot_bytes, 0), 64 << 10);
+        assert_eq!(bench.finish()[&Ticket(1)], None);
+        assert_eq!(bench.log.lock().unwrap().len(), 1);
+    }
+}
+
+#[test]
 fn no_space_is_told_apart_from_a_bad_slot() {
     let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
     let mut bench = WriteBench::new(|_| Some(Fault::Errno(libc::ENOSPC)), false);
