@@ -2,7 +2,8 @@
 //!
 //! Fault model. Copies, reads and writes end in any order and as late as chance has it. A copy can
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
-//! an errno, come short, or find the tier off; an image on disk can rot. Engines cancel at any
+//! an errno, come short, or find the tier off; an image on disk can rot. A device can answer nothing
+//! for a while. Engines cancel at any
 //! moment, are killed at any moment, forget to release, name leases of others, send records that no
 //! correct client sends. The Manager is killed at any moment and starts again over what reached the
 //! disk, or serves before it knows what did. Time jumps past deadlines and leases.
@@ -101,7 +102,7 @@ impl Plan {
                 namespaces.push(spec(model, sizes[rng.usize(..sizes.len())]));
             }
         }
-        let devices: Vec<RegionGeometry> = (0..[0, 1, 1, 2][rng.usize(..4)])
+        let devices: Vec<RegionGeometry> = (0..[0, 1, 2, 3][rng.usize(..4)])
             .map(|_| {
                 let region = if mixed { rng.u64(19..30) << 20 } else { rng.u64(9..40) * 4096 };
                 let mut device = device(rng.u64(1..5), region);
@@ -166,6 +167,8 @@ pub struct Simulation {
     used: BTreeMap<LeaseId, BTreeSet<(usize, usize)>>,
     released: BTreeSet<LeaseId>,
     forgets: u32,
+    /// A device that answers nothing.
+    silent: Option<u16>,
     event: u32,
 }
 
@@ -207,6 +210,7 @@ impl Simulation {
             used: BTreeMap::new(),
             released: BTreeSet::new(),
             forgets: 0,
+            silent: None,
             event: 0,
         }
     }
@@ -256,7 +260,8 @@ impl Simulation {
     }
 
     fn act(&mut self) {
-        if self.rng.u32(..100) < self.plan.speed && !self.world.work.is_empty() {
+        if self.rng.u32(..100) < self.plan.speed && self.world.work.iter().any(|w| self.answers(w))
+        {
             return self.finish_some();
         }
         match self.rng.u32(..1000) {
@@ -275,7 +280,8 @@ impl Simulation {
             944..948 => self.world.evict_dram(),
             948..952 => self.rot(),
             952..956 => self.toggle_device(),
-            956..960 => self.world.pump(),
+            956..958 => self.world.pump(),
+            958..960 => self.silence(),
             960..985 => {
                 let ticks = self.rng.u64(..3 * MILLISECOND);
                 self.world.advance(ticks);
@@ -289,14 +295,21 @@ impl Simulation {
     }
 
     fn finish_some(&mut self) {
-        if self.world.work.is_empty() {
-            return;
-        }
+        let works = self.world.work.iter().enumerate();
+        let able: Vec<_> = works.filter(|(_, work)| self.answers(work)).map(|(at, _)| at).collect();
+        let Some(&oldest) = able.first() else { return };
         // Mostly the oldest, at times any.
-        let len = self.world.work.len();
-        let at = if self.rng.bool() { 0 } else { self.rng.usize(..len) };
+        let at = if self.rng.bool() { oldest } else { able[self.rng.usize(..able.len())] };
         let fate = self.fate(at);
         self.world.finish(at, fate);
+    }
+
+    /// Whether work can end now.
+    fn answers(&self, work: &Work) -> bool {
+        match work {
+            Work::Read { slot, .. } | Work::Write { slot, .. } => self.silent != Some(slot.device),
+            _ => true,
+        }
     }
 
     fn fate(&mut self, at: usize) -> Fate {
@@ -609,7 +622,17 @@ impl Simulation {
         }
     }
 
+    /// A device falls silent, or the one that is answers again.
+    fn silence(&mut self) {
+        let devices = self.plan.devices.len() as u16;
+        self.silent = match self.silent {
+            None if devices > 0 => Some(self.rng.u16(..devices)),
+            _ => None,
+        };
+    }
+
     fn crash(&mut self) {
+        self.silent = None;
         let blank = World::new(CoreConfig::with_dram(4096), &[]);
         let world = std::mem::replace(&mut self.world, blank);
         let rng = &mut self.rng;
@@ -629,6 +652,7 @@ impl Simulation {
     /// Lets everything end, checks that nothing is left, then that the pool is as good as new.
     fn wind_down(&mut self) {
         self.plan.faults = 0;
+        self.silent = None;
         self.world.end_census();
         for device in 0..self.plan.devices.len() {
             self.world.core.set_device_accepts_writes(device as u16, true);

@@ -467,3 +467,33 @@ fn a_page_that_is_being_written_stays_in_dram() {
     assert_eq!(rig.hits(&first), 4);
     rig.stored(&chain(2, 1));
 }
+
+/// A device that does not answer keeps the writes that it has, and the others are given all
+/// the rest. Nothing is evicted while it still has free slots; when it takes no more, the others go on
+/// with their own.
+#[test]
+fn writes_to_a_silent_device_hold_up_nobody() {
+    let config = CoreConfig { writes_in_flight_max: 4, ..config(64) };
+    let mut rig = Rig::new(config, &[device(1, 16 * 2 * PAGE); 2], spec("model", PAGE));
+    let on = |device: u16| move |work: &Work| matches!(work, Work::Write { slot, .. } if slot.device == device);
+    for branch in 0..40 {
+        rig.stored(&chain(branch, 1));
+        rig.world.settle_only(on(1));
+    }
+    assert_eq!(rig.in_flight(on(0)), 4);
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 16, "all slots of the other device");
+    let stats = rig.world.core.stats();
+    assert_eq!((stats.ssd_evictions, rig.world.core.gauges().spill_pages), (0, 20));
+    // It is known now that it does not answer.
+    rig.world.core.set_device_accepts_writes(0, false);
+    rig.world.pump();
+    rig.world.settle_only(on(1));
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 36);
+    assert_eq!(rig.world.core.stats().ssd_evictions, 20);
+    assert_eq!(rig.in_flight(on(0)), 4);
+    // And it answers after all.
+    rig.world.core.set_device_accepts_writes(0, true);
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 40);
+    assert!(rig.world.core.spill_is_drained());
+}

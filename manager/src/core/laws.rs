@@ -17,6 +17,7 @@ use super::Core;
 use super::effect::{Direction, Extent, Slot};
 use super::extents::UNIT_BYTES;
 use super::flow::Work;
+use super::in_flight::InFlight;
 use super::index::PageId;
 use super::job::{EntryState, Job, JobRef, Stage};
 use super::namespace::{NamespaceFingerprint, NamespaceId};
@@ -84,6 +85,15 @@ impl Core {
         self.check_leases();
         self.check_sessions();
         self.check_spill();
+    }
+
+    /// After a [`pump`](Self::pump) nobody waits for a device that has room.
+    ///
+    /// # Panics
+    /// When somebody does.
+    #[doc(hidden)]
+    pub fn check_pumped(&self) {
+        self.flow.ssd.check_awake(|job| self.jobs.get(job).is_some());
     }
 
     /// Pages and saves own every byte of the arenas that no free run has.
@@ -282,18 +292,20 @@ impl Core {
             }
         }
         let mut io: HashMap<PageId, (u32, bool, bool)> = HashMap::new();
-        let (mut reads, mut read_bytes, mut writes, mut write_bytes) = (0, 0, 0, 0);
+        let mut in_flight: HashMap<u16, InFlight> = HashMap::new();
         let mut copies: HashMap<JobRef, u32> = HashMap::new();
         for work in self.flow.under_way() {
             match work {
                 Work::Free | Work::Forget { .. } => {}
-                Work::Read { page, bytes } => {
-                    (reads, read_bytes) = (reads + 1, read_bytes + bytes);
+                Work::Read { page, device, bytes } => {
+                    let on = in_flight.entry(*device).or_default();
+                    (on.reads, on.read_bytes) = (on.reads + 1, on.read_bytes + bytes);
                     let of = io.entry(*page).or_default();
                     *of = (of.0 + 1, true, of.2);
                 }
-                Work::Write { page, bytes, .. } => {
-                    (writes, write_bytes) = (writes + 1, write_bytes + bytes);
+                Work::Write { page, slot, bytes, .. } => {
+                    let on = in_flight.entry(slot.device).or_default();
+                    (on.writes, on.write_bytes) = (on.writes + 1, on.write_bytes + bytes);
                     let of = io.entry(*page).or_default();
                     *of = (of.0 + 1, of.1, true);
                 }
@@ -323,7 +335,8 @@ impl Core {
             assert_eq!(found, io.remove(&id).unwrap_or_default(), "I/O: {page:?}");
         }
         assert!(pins.is_empty() && io.is_empty(), "pages that are gone are held");
-        self.flow.check_counts(reads, read_bytes, writes, write_bytes);
+        let counted = |device| in_flight.get(&device).copied().unwrap_or_default();
+        self.flow.check_counts(counted);
     }
 
     /// Operations wait for exactly the reads that will tell them.
@@ -521,7 +534,7 @@ impl Core {
     fn check_spill(&self) {
         let stats = self.stats();
         let ended: u64 = stats.spill.iter().sum();
-        let on_its_way = self.spill.len() as u64 + u64::from(self.flow.writes_in_flight);
+        let on_its_way = self.spill.len() as u64 + u64::from(self.flow.ssd.total().writes);
         assert_eq!(stats.spill_offered, ended + on_its_way, "offers to SSD");
         for page in self.spill.walk(&self.pages) {
             let Some(parent) = self.pages.parent(page) else { continue };

@@ -11,6 +11,7 @@
 //! | `namespace`, `session`, `lease` | whose pages, who is attached, who holds what |
 //! | `admission`, `query` | what a query may lease and what it waits for |
 //! | `save`, `restore`, `flow` | what is copied and read next, in fair turns |
+//! | `in_flight` | how much each SSD device has in hand, and who waits for it |
 //! | `spill`, `history`, `write_budget` | what is written to SSD and how much, and what was here before |
 //! | `recover` | what is found on SSD again |
 //! | `limits` | the bounds of all of these |
@@ -24,6 +25,7 @@ mod extents;
 mod flow;
 mod geometry;
 mod history;
+mod in_flight;
 mod index;
 mod job;
 mod laws;
@@ -104,13 +106,13 @@ pub struct CoreConfig {
     pub copy_quantum_bytes: u64,
     /// Bytes that one operation may have read ahead of its copies or its answer, at least one page.
     pub read_window_bytes: u64,
-    /// Bytes of SSD reads in flight, at least one page.
+    /// Bytes of reads in flight of one SSD device, at least one page.
     pub reads_in_flight_bytes: u64,
-    /// SSD read commands in flight.
+    /// Read commands in flight of one SSD device.
     pub reads_in_flight_max: u32,
-    /// Bytes of SSD writes handed to the tier, at least one page.
+    /// Bytes of writes handed to one SSD device, at least one page.
     pub writes_in_flight_bytes: u64,
-    /// SSD write commands handed to the tier.
+    /// Write commands handed to one SSD device.
     pub writes_in_flight_max: u32,
     /// What enters the spill set.
     pub spill_policy: SpillPolicy,
@@ -133,7 +135,7 @@ pub struct CoreConfig {
 }
 
 impl CoreConfig {
-    /// Defaults for a pool of `dram_bytes` without SSD: query budget half of it, speculative a
+    /// Defaults for a pool of `dram_bytes` and at most one SSD device: query budget half of it, speculative a
     /// quarter of that, sessions up to the query budget.
     pub fn with_dram(dram_bytes: u64) -> Self {
         let query_budget_bytes = limits::query_budget_bytes(dram_bytes);
@@ -151,7 +153,7 @@ impl CoreConfig {
             read_window_bytes: limits::READ_WINDOW_BYTES,
             reads_in_flight_bytes: limits::READS_IN_FLIGHT_BYTES,
             reads_in_flight_max: limits::READS_IN_FLIGHT_MAX,
-            writes_in_flight_bytes: limits::writes_in_flight_bytes(dram_bytes),
+            writes_in_flight_bytes: limits::writes_in_flight_bytes(dram_bytes, 1),
             writes_in_flight_max: limits::WRITES_IN_FLIGHT_MAX,
             spill_policy: SpillPolicy::All,
             write_budget_bytes_a_day: None,
@@ -239,7 +241,7 @@ impl Core {
             sessions: Sessions::default(),
             leases: Leases::new(),
             jobs: Jobs::default(),
-            flow: Flow::default(),
+            flow: Flow::new(&config),
             budget,
             dram: Recency::new(ListKind::Dram),
             spill: Recency::new(ListKind::Spill),

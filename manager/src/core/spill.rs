@@ -139,9 +139,8 @@ impl Core {
         if self.is_over_write_budget() {
             return false;
         }
-        self.flow.writes_in_flight == 0
-            || (self.flow.writes_in_flight < self.config.writes_in_flight_max
-                && self.flow.writes_bytes < self.config.writes_in_flight_bytes)
+        let ssd = &self.flow.ssd;
+        ssd.numbers().any(|at| self.slots.accepts_writes(at) && ssd.has_write_room(at))
     }
 
     /// The topmost waiting ancestor of the coldest page of the set, with its slot size.
@@ -195,23 +194,27 @@ impl Core {
         found.io += 1;
         found.writing = true;
         let bytes = charge(image_bytes);
-        self.flow.writes_in_flight += 1;
-        self.flow.writes_bytes += bytes;
+        self.flow.ssd.start_write(slot.device, bytes);
         let ticket = self.flow.start(Work::Write { page, slot, image, bytes });
         out.list.push(Effect::Write { ticket, extent, slot, image });
         true
     }
 
-    /// A slot for `page`: a free one, else one of a colder region of another size, else that of the
-    /// coldest page of its size.
+    /// A slot for `page` on a device that may have another write: a free one, else one of a colder
+    /// region of another size, else that of the coldest page of its size. Nothing is given up while
+    /// there are free ones on a device that has enough to do.
     fn take_slot(&mut self, page: PageId, bytes: u32, out: &mut Effects) -> Option<Slot> {
         loop {
-            if let Some(allocation) = self.slots.allocate(bytes) {
+            let has_room = |device| self.flow.ssd.has_write_room(device);
+            if let Some(allocation) = self.slots.allocate(bytes, has_room) {
                 if let Some(region) = allocation.first_of_region {
                     let device = allocation.slot.device;
                     out.list.push(Effect::RecordRegion { device, region, slot_bytes: bytes });
                 }
                 return Some(allocation.slot);
+            }
+            if self.slots.has_free(bytes) {
+                return None;
             }
             let victim = self.slot_victim(page, bytes);
             if self.reclaim_colder(page, victim, bytes, out) {
@@ -238,7 +241,10 @@ impl Core {
         let before = of_victim.min(self.pages[page].touched);
         let mut looks = RECLAIM_PAGES_MAX;
         let evictable = |page: PageId| {
-            self.pages[page].touched < before && self.subtree_may_go(page, &mut looks)
+            let found = &self.pages[page];
+            found.slot.is_some_and(|slot| self.flow.ssd.has_write_room(slot.device))
+                && found.touched < before
+                && self.subtree_may_go(page, &mut looks)
         };
         let found = self.slots.reclaimable_region(&self.pages, bytes, evictable);
         let Some((device, region, residents)) = found else { return false };
@@ -277,11 +283,13 @@ impl Core {
         resident
     }
 
-    /// Whether a page has a slot to lose, one that another image could use: untouched, and either
+    /// Whether a page has a slot to lose, one that another image could use now: untouched, and either
     /// without descendants or in DRAM too and without any that need it on SSD.
     fn slot_may_go(&self, page: PageId) -> bool {
         let found = &self.pages[page];
-        let useful = found.slot.is_some_and(|slot| self.slots.accepts_writes(slot.device));
+        let useful = found.slot.is_some_and(|slot| {
+            self.slots.accepts_writes(slot.device) && self.flow.ssd.has_write_room(slot.device)
+        });
         if !useful || found.pins > 0 || found.io > 0 {
             return false;
         }
@@ -330,8 +338,7 @@ impl Core {
         out: &mut Effects,
     ) {
         let Work::Write { page, slot, image, bytes } = self.flow.end(ticket) else { return };
-        self.flow.writes_in_flight -= 1;
-        self.flow.writes_bytes -= bytes;
+        self.flow.ssd.end_write(slot.device, bytes);
         self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.writing = false;
