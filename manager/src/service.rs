@@ -63,8 +63,8 @@ const STORAGE_STOP_MAX: Duration = Duration::from_secs(2);
 const STORAGE_STOP_BY: Duration = Duration::from_millis(9_200);
 /// What they have all the same, to write the superblocks.
 const STORAGE_STOP_MIN: Duration = Duration::from_millis(500);
-/// How long a stop waits for operations under way before it closes the sessions, and for the end of
-/// the search for what is on SSD, before which nothing can be written.
+/// How long a stop waits for operations under way before it closes the sessions, and for the first
+/// sign of when the search for what is on SSD, before which nothing can be written, will end.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
 /// What the reactor is made of.
@@ -807,10 +807,21 @@ impl Service {
         // What cannot be written now is not waited for.
         let may_come = self.core.is_recovering()
             && !self.core.spill_is_drained()
-            && now < stopping.close_sessions_at;
+            && self.census_may_end(now, stopping);
         let quiet = self.core.is_quiet() && !self.core.spill_can_go_on() && !may_come;
         let ended = stopping.sessions_closed && self.clients.is_empty() && quiet;
         ended || now >= stopping.give_up_at
+    }
+
+    /// Whether the search for what is on SSD ends before a stop must, if it goes on as it has.
+    fn census_may_end(&self, now: Nanos, stopping: &Stopping) -> bool {
+        let (Some(began), Some(storage)) = (self.recovering_since, &self.storage) else {
+            return false;
+        };
+        match storage.scan_left(now.saturating_sub(began)) {
+            Some(left) => now.saturating_add(left) < stopping.give_up_at,
+            None => now < stopping.close_sessions_at,
+        }
     }
 
     /// Ends the workers. Everything in flight comes back before memory is given up.

@@ -118,6 +118,15 @@ impl Storage {
         Some(recovery.found)
     }
 
+    /// How long the search of the files will take yet, after `elapsed`; `None` before there is any
+    /// sign of that.
+    pub(super) fn scan_left(&self, elapsed: Nanos) -> Option<Nanos> {
+        let scans = self.tier.iter().flat_map(SsdTier::scans);
+        let running = scans.filter(|scan| scan.state == ScanState::Running);
+        let left = running.map(|scan| time_left(elapsed, scan.scanned, scan.slots));
+        left.collect::<Option<Vec<_>>>().map(|left| left.into_iter().max().unwrap_or(0))
+    }
+
     /// The end of one order.
     pub(super) fn poll(&mut self) -> Option<Event<'static>> {
         let end = match &mut self.tier {
@@ -250,6 +259,16 @@ impl Storage {
                 scan_read_bytes: scan.read_bytes,
             }
         })
+    }
+}
+
+/// How long the rest of `all` takes when `done` have taken `elapsed`.
+fn time_left(elapsed: Nanos, done: u64, all: u64) -> Option<Nanos> {
+    let left = u128::from(elapsed) * u128::from(all.saturating_sub(done));
+    match done {
+        _ if all == 0 => Some(0),
+        0 => None,
+        _ => Some(Nanos::try_from(left / u128::from(done)).unwrap_or(Nanos::MAX)),
     }
 }
 
