@@ -15,7 +15,7 @@ use orbitkv_engine::{
     Code, Deadline, EngineId, NamespaceSpec, PageHash, QueryMode, RestoreOptions,
 };
 use orbitkv_shm_protocol::inspect::Snapshot;
-use orbitkv_shm_protocol::telemetry::{Metric, SsdFault, SsdStop};
+use orbitkv_shm_protocol::telemetry::{Metric, SsdFault, SsdRetry, SsdStop};
 use orbitkv_tests::confine::in_private_mounts;
 use orbitkv_tests::engine::{Engine, blocks, hashes, image, namespace};
 use orbitkv_tests::engine_process::{EngineProcess, Identity};
@@ -215,6 +215,9 @@ fn ssd_01_a_file_cut_in_the_middle_of_a_page_gives_no_stale_tail(engine: &str) {
         assert_eq!(restored(&mut client, &pages), whole);
         let manager = rig.manager();
         manager.counted(Metric::SsdReadErrors(SsdFault::Short), 3);
+        // Each of the three was asked for twice.
+        manager.counted(Metric::SsdRetries(SsdRetry::Short), 6);
+        manager.counted(Metric::SsdRetries(SsdRetry::Interrupted), 0);
         manager.counted(Metric::SsdReadPages, 5);
         manager.counted(Metric::SsdRetiredSlots, 3);
         // What is missing can be computed and saved anew, in other slots.
