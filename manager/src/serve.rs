@@ -327,6 +327,7 @@ fn claim_storage(config: &Config) -> Result<Option<ClaimedTier>, ServeError> {
             SsdEngine::Blocking => EngineChoice::Blocking,
         },
         write_in_flight_bytes: ssd.write_in_flight_bytes,
+        read_join_bytes: ssd.read_join_bytes,
         slot_bytes_max,
     };
     Ok(Some(ClaimedTier::claim(&tier)?))

@@ -150,7 +150,7 @@ struct SizeField {
     zero: Option<&'static str>,
 }
 
-const SIZE_FIELDS: [SizeField; 8] = [
+const SIZE_FIELDS: [SizeField; 9] = [
     SizeField {
         flag: Some("--dram"),
         section: "dram",
@@ -174,6 +174,15 @@ const SIZE_FIELDS: [SizeField; 8] = [
         section: "ssd",
         name: "write_in_flight",
         range: 256 * KIB..=8 * MIB,
+        step: 1,
+        beside: &["--ssd", "p"],
+        zero: None,
+    },
+    SizeField {
+        flag: None,
+        section: "ssd",
+        name: "read_join",
+        range: 4 * KIB..=MIB,
         step: 1,
         beside: &["--ssd", "p"],
         zero: None,

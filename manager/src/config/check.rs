@@ -113,6 +113,7 @@ impl Checked<'_> {
             engine: self.choice(Key::SsdEngine, SsdEngine::Auto, SsdEngine::from_word)?,
             spill: self.choice(Key::SsdSpill, SpillPolicy::All, SpillPolicy::from_word)?,
             write_in_flight_bytes: self.size(Key::SsdWriteInFlight, 2 * MIB, 256 * KIB, 8 * MIB)?,
+            read_join_bytes: self.size(Key::SsdReadJoin, MIB, 4 * KIB, MIB)?,
             write_budget_per_day_bytes: self.write_budget()?,
             paths,
         };

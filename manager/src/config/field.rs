@@ -17,6 +17,7 @@ pub enum Key {
     SsdEngine,
     SsdSpill,
     SsdWriteInFlight,
+    SsdReadJoin,
     SsdWriteBudget,
     BudgetQuery,
     BudgetSession,
@@ -219,7 +220,19 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Size,
         range: "256KiB to 8MiB a file",
         default: "2MiB",
-        cost: "each MiB more delays every read beside it by the time of writing it",
+        cost: "where the limit beside reads starts, which then follows what the reads take; each \
+               MiB more delays every read beside it by the time of writing it",
+    },
+    Field {
+        key: Key::SsdReadJoin,
+        section: "ssd",
+        name: "read_join",
+        flag: None,
+        kind: Kind::Size,
+        range: "4KiB to 1MiB",
+        default: "1MiB",
+        cost: "images of up to 128KiB in neighbouring slots are read with one request of so many \
+               bytes: more delays the first of them, less costs a request each",
     },
     Field {
         key: Key::SsdWriteBudget,

@@ -112,8 +112,10 @@ pub struct SsdConfig {
     pub engine: SsdEngine,
     /// Which pages are written.
     pub spill: SpillPolicy,
-    /// Bytes that the kernel may be writing to one file at a time.
+    /// Bytes that the kernel may be writing to one file at a time beside reads, to start with.
     pub write_in_flight_bytes: u64,
+    /// Image bytes that one read of neighbouring small pages may join.
+    pub read_join_bytes: u64,
     /// Bytes that may be written a day; `None` for no bound.
     pub write_budget_per_day_bytes: Option<u64>,
 }

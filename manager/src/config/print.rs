@@ -70,6 +70,7 @@ impl Config {
             Key::SsdEngine => word(ssd?.engine.as_str()),
             Key::SsdSpill => word(ssd?.spill.as_str()),
             Key::SsdWriteInFlight => size(ssd?.write_in_flight_bytes),
+            Key::SsdReadJoin => size(ssd?.read_join_bytes),
             Key::SsdWriteBudget => size(ssd?.write_budget_per_day_bytes.unwrap_or(0)),
             Key::BudgetQuery => size(self.budget.query_bytes),
             Key::BudgetSession => size(self.budget.session_bytes),

@@ -138,6 +138,7 @@ mod tests {
             direct: false,
             engine: EngineChoice::Blocking,
             write_in_flight_bytes: 1 << 20,
+            read_join_bytes: 1 << 20,
             slot_bytes_max: 0,
         };
         let mut made = MadeFiles::default();

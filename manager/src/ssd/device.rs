@@ -62,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) resolved: Resolved,
     /// Where the limit of write bytes in flight beside reads starts.
     pub(crate) write_bytes_in_flight: u64,
+    /// Image bytes of small neighbours that one read may join.
+    pub(crate) read_join_bytes: u64,
     pub(crate) control: Arc<Control>,
     pub(crate) notify: Notify,
     /// Every thread holds a clone; when the other end hears nothing more, all are gone.
@@ -131,7 +133,11 @@ impl Device {
         let duty = {
             let (counters, activity, pulse) =
                 (counters.clone(), activity.clone(), read.pulse.clone());
-            move |engine| Reader::new(engine, geometry, counters, activity, pulse, results)
+            let join_bytes = shared.read_join_bytes;
+            move |engine| {
+                Reader::new(engine, geometry, counters, activity, pulse, results)
+                    .joining(join_bytes)
+            }
         };
         let read_made =
             spawn_worker("ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;

@@ -32,6 +32,8 @@ pub(crate) struct Reader {
     window: Window<ReadOrder>,
     open: Option<OpenPage>,
     together: Vec<u32>,
+    /// Image bytes that one request joins at most.
+    join_bytes: u32,
     geometry: RegionGeometry,
     meter: ReadMeter,
     pulse: Arc<Pulse>,
@@ -69,10 +71,17 @@ impl Reader {
             window: Window::new(),
             open: None,
             together: Vec::new(),
+            join_bytes: CHUNK_IMAGE_BYTES_MAX,
             geometry,
             meter: ReadMeter::new(activity, counters),
             results,
         }
+    }
+
+    /// Joins small neighbours up to `bytes` of images.
+    pub(crate) fn joining(mut self, bytes: u64) -> Self {
+        self.join_bytes = bytes.min(CHUNK_IMAGE_BYTES_MAX.into()) as u32;
+        self
     }
 
     fn is_sound(&self, order: &ReadOrder) -> bool {
@@ -121,8 +130,7 @@ impl Reader {
         {
             let image = padded_image(&next);
             let total = chunk.image_bytes() + image;
-            if total > CHUNK_IMAGE_BYTES_MAX || !self.flight.has_room(total, READS_IN_KERNEL_BYTES)
-            {
+            if total > self.join_bytes || !self.flight.has_room(total, READS_IN_KERNEL_BYTES) {
                 break;
             }
             self.window.pop();

@@ -1,6 +1,7 @@
 //! The census of all files beside a Manager that serves: a thread a file reads its footers through
 //! memory of its own, and one joins what they find. A file that cannot be read is left out.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -64,6 +65,9 @@ pub struct Recovery {
     /// The newest slot of each page that is neither forgotten nor retired; its ancestors may be in
     /// no slot. Those of files that were left out are not among them.
     pub found: Recovered,
+    /// Some slots could not be read, so that generations go on far above all that was seen. Every
+    /// file is told so before anything is written: what they hold is above no later start's base.
+    pub has_jumped: bool,
     /// Namespaces whose older pages some slot may still hold.
     pub forgotten: Vec<Forgotten>,
     /// Those of which no slot holds any more; their records go.
@@ -101,12 +105,13 @@ impl Survey {
         let (hand_over, found) = channel();
         let forgotten: Arc<[Forgotten]> = parts.forgotten.into();
         let mut progress = Vec::new();
-        let mut files = Vec::new();
+        let mut paths = Vec::new();
+        let known = recorded(parts.files.iter().map(|(_, state)| state));
         for (number, (file, state)) in parts.files.into_iter().enumerate() {
             let seen = Arc::new(ScanProgress::default());
             seen.slots.store(slots_of(&state), Ordering::Relaxed);
             progress.push(seen.clone());
-            files.push(file.clone());
+            paths.push(file.path().to_owned());
             let look = Look {
                 device: number as u16,
                 file,
@@ -123,7 +128,8 @@ impl Survey {
             })?;
         }
         drop(tell);
-        let join = Join { progress: progress.clone(), files, forgotten, control: parts.control };
+        let control = parts.control;
+        let join = Join { progress: progress.clone(), paths, known, forgotten, control };
         let notify = parts.notify;
         spawn("ssd-census", &parts.alive, move || {
             if let Some(recovery) = join.run(&told, began) {
@@ -176,8 +182,6 @@ impl Look {
         let engine = EngineSpec::for_scan(resolved, self.file.clone(), memory.clone());
         let engine = engine.map_err(|error| Unseen::Failed(error.to_string()))?;
         let mut census = Census::default();
-        let known = self.state.generation.max(self.state.generation_floor);
-        census.highest_generation = known;
         let watch = ScanWatch {
             progress: &self.progress,
             stops: &|| self.control.is_stopping(),
@@ -203,7 +207,9 @@ impl Look {
 /// What joins the searches of all files.
 struct Join {
     progress: Vec<Arc<ScanProgress>>,
-    files: Vec<Arc<SsdFile>>,
+    paths: Vec<PathBuf>,
+    /// The highest generation that a file has recorded, also one that cannot be searched.
+    known: u64,
     forgotten: Arc<[Forgotten]>,
     control: Arc<Control>,
 }
@@ -213,7 +219,7 @@ type Told = Receiver<(u16, Result<Census, Unseen>)>;
 impl Join {
     /// `None` when the tier stops first.
     fn run(self, told: &Told, began: Instant) -> Option<Recovery> {
-        let mut ends = vec![ScanState::Running; self.files.len()];
+        let mut ends = vec![ScanState::Running; self.paths.len()];
         let mut moved: Vec<_> = self.progress.iter().map(|seen| (scanned(seen), began)).collect();
         let mut all = Census::default();
         while ends.contains(&ScanState::Running) {
@@ -256,7 +262,7 @@ impl Join {
     }
 
     fn leave_out(&self, place: usize, reason: &str) {
-        let path = self.files[place].path().display();
+        let path = self.paths[place].display();
         let scanned = scanned(&self.progress[place]);
         let slots = self.progress[place].slots.load(Ordering::Relaxed);
         tracing::error!(
@@ -272,9 +278,9 @@ impl Join {
         let lost: Vec<u16> = lost.map(|(number, _)| number as u16).collect();
         let is_needed = |entry: &Forgotten| !lost.is_empty() || all.still_needs(entry);
         let (forgotten, needless) = self.forgotten.iter().copied().partition(is_needed);
-        let generations = self.forgotten.iter().map(|entry| entry.generation);
-        let mut highest = generations.fold(all.highest_generation, u64::max);
-        if all.has_unread() || !lost.is_empty() {
+        let mut highest = self.known.max(all.highest_generation);
+        let has_jumped = all.has_unread() || !lost.is_empty();
+        if has_jumped {
             highest = highest.saturating_add(UNREAD_GENERATIONS);
         }
         let counts = all.counts;
@@ -293,10 +299,58 @@ impl Join {
             empty = counts.empty,
             "ssd slots were read"
         );
-        Recovery { found, forgotten, needless, counts, ends, elapsed }
+        Recovery { found, has_jumped, forgotten, needless, counts, ends, elapsed }
     }
+}
+
+/// The highest generation that superblocks tell of.
+fn recorded<'a>(states: impl Iterator<Item = &'a Superblock>) -> u64 {
+    let of_one = |state: &Superblock| {
+        let forgotten = state.forgotten.iter().map(|entry| entry.generation);
+        forgotten.fold(state.generation.max(state.generation_floor), u64::max)
+    };
+    states.map(of_one).max().unwrap_or(0)
 }
 
 fn scanned(progress: &ScanProgress) -> u64 {
     progress.scanned.load(Ordering::Relaxed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ssd::format::FileId;
+
+    fn state(generation: u64, floor: u64, forgotten: u64) -> Superblock {
+        let mut state = Superblock::new(FileId([1; 16]), 64 << 20, 0).unwrap();
+        (state.generation, state.generation_floor) = (generation, floor);
+        state.forget([1; 32], forgotten);
+        state
+    }
+
+    /// What two files of these states give, of which the second cannot be searched.
+    fn half_lost(states: &[Superblock; 2]) -> Recovery {
+        let (tell, told) = channel();
+        tell.send((0, Ok(Census::default()))).unwrap();
+        tell.send((1, Err(Unseen::Failed("for a test".to_owned())))).unwrap();
+        let join = Join {
+            progress: vec![Arc::default(), Arc::default()],
+            paths: vec!["first".into(), "second".into()],
+            known: recorded(states.iter()),
+            forgotten: Vec::new().into(),
+            control: Arc::default(),
+        };
+        join.run(&told, Instant::now()).unwrap()
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_searched_still_tells_which_generations_are_given() {
+        let low = state(5, 6, 7);
+        for high in [state(900, 6, 7), state(5, 900, 7), state(5, 6, 900)] {
+            let found = half_lost(&[low.clone(), high]);
+            assert_eq!(found.ends, [ScanState::Complete, ScanState::Failed]);
+            assert!(found.has_jumped);
+            assert_eq!(found.found.last_generation(), 900 + UNREAD_GENERATIONS);
+        }
+    }
 }

@@ -40,6 +40,8 @@ pub struct SsdConfig {
     /// Image bytes of writes in flight a device beside reads, to start with: adapted to what the
     /// reads take.
     pub write_in_flight_bytes: u64,
+    /// Image bytes of small neighbours that one read may join, at most 1 MiB.
+    pub read_join_bytes: u64,
     /// Longest slot that will be used, in bytes; decides the region length of new files.
     pub slot_bytes_max: u32,
 }
@@ -52,6 +54,7 @@ pub struct ClaimedTier {
     files: Vec<Claimed>,
     made: MadeFiles,
     write_in_flight_bytes: u64,
+    read_join_bytes: u64,
 }
 
 impl ClaimedTier {
@@ -76,8 +79,8 @@ impl ClaimedTier {
             }
             files.push(Claimed::open(path, config, &mut made)?);
         }
-        let write_in_flight_bytes = config.write_in_flight_bytes;
-        Ok(Self { resolved, files, made, write_in_flight_bytes })
+        let SsdConfig { write_in_flight_bytes, read_join_bytes, .. } = *config;
+        Ok(Self { resolved, files, made, write_in_flight_bytes, read_join_bytes })
     }
 
     /// The files that the claim made: they go when these are dropped before all else that a start
@@ -147,7 +150,7 @@ impl SsdTier {
         memory: Arc<dyn ImageMemory>,
         notify: Notify,
     ) -> Result<(Self, Vec<DeviceInfo>), SsdError> {
-        let ClaimedTier { resolved, files, write_in_flight_bytes, .. } = claimed;
+        let ClaimedTier { resolved, files, write_in_flight_bytes, read_join_bytes, .. } = claimed;
         // A file that was away while another forgot follows it, before anything of it is found.
         let forgotten = all_forgotten(files.iter().map(|claimed| &claimed.state));
         let (alive, gone) = channel();
@@ -167,6 +170,7 @@ impl SsdTier {
             arenas: arena_bytes.into(),
             resolved,
             write_bytes_in_flight: write_in_flight_bytes,
+            read_join_bytes,
             control: tier.control.clone(),
             notify: notify.clone(),
             alive,
@@ -193,6 +197,11 @@ impl SsdTier {
     pub fn poll_recovery(&mut self) -> Option<Recovery> {
         let recovery = self.survey.as_mut()?.poll()?;
         for device in &mut self.devices {
+            if recovery.has_jumped {
+                let base = recovery.found.last_generation();
+                let told = device.record(WriterCommand::Generation { base });
+                debug_assert!(told, "nothing is ordered before the files are known");
+            }
             for &Forgotten { namespace, generation } in &recovery.needless {
                 if !device.record(WriterCommand::Unforget { namespace, generation }) {
                     // Kept until the next start, which costs nothing but its place.

@@ -171,6 +171,20 @@ fn small_neighbours_are_read_with_one_request_and_a_gap_splits_them() {
 }
 
 #[test]
+fn one_read_joins_no_more_than_it_is_allowed_to() {
+    for (join_bytes, requests) in [(4096, 6), (2 * 8192, 3), (5 * 8192, 2), (1 << 20, 1)] {
+        let mut bench = ReadBench::new(|_| None, false);
+        bench.reader = bench.reader.joining(join_bytes);
+        for number in 0..6 {
+            bench.order(number, DATA + number * 12288, 8192);
+        }
+        let ends = bench.finish();
+        assert!(ends.len() == 6 && ends.values().all(Option::is_none));
+        assert_eq!(bench.log.lock().unwrap().len(), requests, "{join_bytes} bytes");
+    }
+}
+
+#[test]
 fn small_neighbours_join_whatever_order_they_were_ordered_in() {
     let mut bench = ReadBench::new(|_| None, false);
     for number in [3, 1, 4, 0, 2] {
@@ -651,6 +665,37 @@ fn a_region_that_came_while_the_disk_hung_is_recorded_by_the_first_write_into_it
     assert_eq!(bench.finish()[&Ticket(2)], None);
     assert!(bench.is_whole(&order));
     assert_eq!(metadata::load(&bench.file).unwrap().regions[0], slot_bytes);
+}
+
+#[test]
+fn no_write_begins_before_the_base_of_its_generation_is_on_ssd() {
+    let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
+    let seen = |file: &SsdFile| metadata::load(file).unwrap().generation;
+    let plan = |file: &Arc<SsdFile>| -> Box<dyn FnMut(&Chunk) -> Option<Fault>> {
+        let file = file.clone();
+        Box::new(move |_| {
+            assert!(seen(&file) >= 1 << 40);
+            None
+        })
+    };
+    for comes_while_hung in [false, true] {
+        let mut bench = WriteBench::with(plan, false, true, 2 << 20);
+        bench.region(slot_bytes);
+        run(&mut bench.writer);
+        assert_eq!(seen(&bench.file), 0);
+        if comes_while_hung {
+            bench.pulse.set_oldest(Some(0));
+            bench.hang();
+        }
+        bench.writer.accept(WriterCommand::Generation { base: 1 << 40 });
+        if comes_while_hung {
+            bench.writer.fill();
+            bench.pulse.set_oldest(None);
+        }
+        bench.order(1, nth(slot_bytes, 0), 64 << 10);
+        assert_eq!(bench.finish()[&Ticket(1)], None);
+        assert_eq!(bench.log.lock().unwrap().len(), 1);
+    }
 }
 
 #[test]

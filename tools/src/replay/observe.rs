@@ -67,6 +67,7 @@ pub(super) struct Numbers {
     pub(super) ssd_bytes_written: u64,
     pub(super) ssd_bytes_read: u64,
     pub(super) ssd_read_errors: u64,
+    pub(super) ssd_write_queue_full: u64,
     pub(super) alloc_failures: u64,
     pub(super) evictions: u64,
     pub(super) query_budget_peak_bytes: u64,
@@ -104,6 +105,7 @@ impl Numbers {
             ssd_bytes_written: get(Metric::SsdWrittenBytes),
             ssd_bytes_read: get(Metric::SsdReadBytes),
             ssd_read_errors: SsdFault::ALL.iter().map(|f| get(Metric::SsdReadErrors(*f))).sum(),
+            ssd_write_queue_full: get(Metric::SsdWriteQueueFull),
             alloc_failures: get(Metric::PoolAllocationFailures),
             evictions: get(Metric::PoolEvictedPages),
             query_budget_peak_bytes: get(Metric::BudgetQueryPeakBytes),
@@ -127,6 +129,9 @@ impl Numbers {
             ssd_bytes_written: self.ssd_bytes_written.saturating_sub(before.ssd_bytes_written),
             ssd_bytes_read: self.ssd_bytes_read.saturating_sub(before.ssd_bytes_read),
             ssd_read_errors: self.ssd_read_errors.saturating_sub(before.ssd_read_errors),
+            ssd_write_queue_full: self
+                .ssd_write_queue_full
+                .saturating_sub(before.ssd_write_queue_full),
             alloc_failures: self.alloc_failures.saturating_sub(before.alloc_failures),
             evictions: self.evictions.saturating_sub(before.evictions),
             held_bytes: self.held_bytes.saturating_sub(before.held_bytes),

@@ -32,6 +32,7 @@ impl Bench {
             direct: true,
             engine: EngineChoice::Auto,
             write_in_flight_bytes: 2 * MIB,
+            read_join_bytes: 1 << 20,
             slot_bytes_max: 0,
         };
         let (tier, devices) = SsdTier::open(&config, &[], pool, Arc::new(|| {})).unwrap();
