@@ -5,6 +5,7 @@
 //! `orbitkv_tests::faulty`), so one chunk of a page is one request: pages here are longer than what
 //! is read together with its neighbours.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -14,7 +15,7 @@ use orbitkv_engine::{
     Code, Deadline, EngineId, NamespaceSpec, PageHash, QueryMode, RestoreOptions,
 };
 use orbitkv_shm_protocol::inspect::Snapshot;
-use orbitkv_shm_protocol::telemetry::{Metric, SsdFault, SsdStop};
+use orbitkv_shm_protocol::telemetry::{Metric, SsdFault, SsdRetry, SsdStop};
 use orbitkv_tests::confine::in_private_mounts;
 use orbitkv_tests::engine::{Engine, blocks, hashes, image, namespace};
 use orbitkv_tests::engine_process::{EngineProcess, Identity};
@@ -55,6 +56,7 @@ with_each_engine! {
     bits_that_rot_are_never_served,
     a_file_that_vanishes_costs_only_what_was_in_it,
     a_device_that_hangs_holds_up_only_its_own_pages,
+    a_file_that_hangs_holds_up_nothing_of_another,
 }
 
 /// A Manager on a faulty disk. Fields are dropped in this order.
@@ -213,6 +215,9 @@ fn ssd_01_a_file_cut_in_the_middle_of_a_page_gives_no_stale_tail(engine: &str) {
         assert_eq!(restored(&mut client, &pages), whole);
         let manager = rig.manager();
         manager.counted(Metric::SsdReadErrors(SsdFault::Short), 3);
+        // Each of the three was asked for twice.
+        manager.counted(Metric::SsdRetries(SsdRetry::Short), 6);
+        manager.counted(Metric::SsdRetries(SsdRetry::Interrupted), 0);
         manager.counted(Metric::SsdReadPages, 5);
         manager.counted(Metric::SsdRetiredSlots, 3);
         // What is missing can be computed and saved anew, in other slots.
@@ -860,5 +865,63 @@ fn a_device_that_hangs_holds_up_only_its_own_pages(engine: &str) {
         rig.manager().evict();
         assert_eq!(client.restore_all(&hashes(2000, 0..16)), 16);
         assert_eq!(rig.get(Metric::PoolDrainingBytes), 0);
+    });
+}
+
+/// Goal: of two files that share the tier, one that does not answer takes nothing from the other: that
+/// serves hits and takes writes, more of each than may be in flight. Method: all requests of
+/// one disk hang; those who ask for its pages are answered in time.
+fn a_file_that_hangs_holds_up_nothing_of_another(engine: &str) {
+    in_private_mounts(|| {
+        // Dropped after the Manager.
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let other = FaultyDisk::mount(&folder.path().join("disk"), Requests::Parallel);
+        let mut rig = Rig::empty(Requests::Parallel);
+        let setup = rig.setup(engine).flag("--ssd", other.path().join("tier").to_str().unwrap());
+        rig.manager = Some(setup.flag("--operation-timeout", "1s").start());
+        let mut client = rig.attach("two", 16);
+        let pages = roots(0..480);
+        for half in pages.chunks(240) {
+            rig.each_on_ssd(&mut client, half);
+        }
+        let lies_on = |disk: &FaultyDisk| -> Vec<PageHash> {
+            let bytes = disk.stored("tier");
+            let blocks: HashSet<&[u8]> = bytes.chunks_exact(4096).collect();
+            let holds = |page: &&PageHash| blocks.contains(&image(&client.spec, page)[..4096]);
+            pages.iter().filter(holds).copied().collect()
+        };
+        let (stuck, served) = (lies_on(&rig.disk), lies_on(&other));
+        assert_eq!(stuck.len() + served.len(), pages.len());
+        assert!(stuck.len() >= 140 && served.len() >= 100, "{} {}", stuck.len(), served.len());
+        let hung = hang(&rig.disk, On::Both);
+        // More than the 128 reads that one device may have in flight.
+        let scope = client.scope;
+        let ask = |client: &mut Engine, root: &PageHash| {
+            let root = std::slice::from_ref(root);
+            client.client.query(&scope, root, QueryMode::Demand, Deadline::DEFAULT).unwrap()
+        };
+        let asked: Vec<_> = stuck[..140].iter().map(|root| ask(&mut client, root)).collect();
+        client.client.submit().unwrap();
+        rig.disk.settle("it hangs", |seen| seen.waiting > 0);
+        let before = rig.get(Metric::SsdReadPages);
+        let mut engine = rig.attach("two", 16);
+        assert!(restored(&mut engine, &served[..100]).iter().all(|there| *there));
+        assert_eq!(rig.get(Metric::SsdReadPages) - before, 100);
+        for query in asked {
+            let ended = client.end(query);
+            assert_eq!((ended.pages, ended.lease), (0, None), "the device has not answered");
+        }
+        // Half of them would have gone to the other file.
+        let written = rig.get(Metric::SsdWrittenPages);
+        save_each(&mut engine, &roots(1000..1200));
+        wait_for("the other file takes them", || rig.get(Metric::SsdWrittenPages) - written >= 100);
+        drop(hung);
+        wait_for("it comes back", || {
+            // Nothing was lost.
+            let there = restored(&mut engine, &stuck).iter().all(|there| *there);
+            let seen = rig.manager().inspect();
+            there && seen.ssd.iter().all(|device| device.health == "healthy")
+        });
+        rig.manager().settle_empty();
     });
 }

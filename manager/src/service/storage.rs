@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery, SsdStop};
+use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery, SsdRetry, SsdStop};
 
 use crate::core::{Effect, Event, Nanos, Recovered};
 use crate::ssd::{
@@ -151,6 +151,16 @@ impl Storage {
     /// Writes that found the queue of their device full.
     pub(super) fn write_queue_full(&self) -> u64 {
         self.write_queue_full
+    }
+
+    /// Transfers of all devices that were not over at once. Nothing once the tier has stopped.
+    pub(super) fn retries(&self) -> impl Iterator<Item = (SsdRetry, u64)> + '_ {
+        let of = |counted: fn(&SsdTier) -> u64| self.tier.as_ref().map(counted);
+        let short = of(|tier| tier.status().map(|device| device.counters.short_transfers).sum());
+        let interrupted =
+            of(|tier| tier.status().map(|device| device.counters.interrupted_transfers).sum());
+        let counts = [(SsdRetry::Short, short), (SsdRetry::Interrupted, interrupted)];
+        counts.into_iter().filter_map(|(reason, times)| Some((reason, times?)))
     }
 
     /// Times that a device ceased to take some work.
