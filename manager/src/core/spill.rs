@@ -59,9 +59,11 @@ impl Core {
         let found = &self.pages[page];
         let known = self.history.take(found.namespace, found.era, &found.hash);
         let bytes = slot_bytes(self.namespaces.get(found.namespace).image_bytes);
-        known
-            || found.hits > 0
-            || (self.spill_bytes < self.config.writes_in_flight_bytes && self.slots.has_free(bytes))
+        let wanted = known || found.hits > 0;
+        let hardly_any_waits = self.spill_bytes < self.config.writes_in_flight_bytes;
+        // Which slots are free is not known before a restart has found everything again: the bound
+        // on what waits is all that it can cost.
+        wanted || (hardly_any_waits && (self.is_recovering() || self.slots.has_free(bytes)))
     }
 
     /// Offers a page that a query has hit, when the policy waited for that.
