@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use orbitkv_manager::core::{
     Core, CoreConfig, Direction, Effect, Effects, ImageIdentity, Recovered, RecoveredPage, Slot,
-    SpillOutcome, slot_bytes,
+    SpillOutcome, SpillPolicy, slot_bytes,
 };
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{PageHash, RegionId, ScopeId, SessionId};
@@ -230,6 +230,50 @@ fn contradicting_footers_leave_whole_chains_only() {
     }
     let stats = core.stats();
     assert_eq!((stats.recovered_pages, stats.recovered_dropped), (4, 11));
+}
+
+/// Of two slots of one key the younger is taken over, also where a child of it leads there and the
+/// older one names another parent.
+#[test]
+fn of_two_slots_of_a_key_the_younger_counts() {
+    let page = |at: u64, image| {
+        let slot = Slot { device: 0, offset: at << 13, bytes: slot_bytes(PAGE as u32) };
+        RecoveredPage { slot, image }
+    };
+    let older = page(0, footer(2, None, 2));
+    let younger = page(1, footer(2, Some(1), 6));
+    let root = page(2, footer(1, None, 5));
+    let child = page(3, footer(3, Some(2), 3));
+    // Nothing is below this one but what is said in vain.
+    let other = page(4, footer(4, None, 4));
+    let in_vain = page(5, footer(3, Some(4), 1));
+    let all = vec![older, younger, root, child, other, in_vain];
+    let found = Recovered::new(all, 6, Vec::new());
+    let hashes: Vec<_> = found.pages()[..4].iter().map(|page| page.image.hash.0[0]).collect();
+    assert_eq!(hashes, [4, 1, 2, 3], "chains by the age of their last page");
+    assert_eq!(found.pages()[2], younger);
+    assert_eq!(found.pages()[4..], [older, in_vain]);
+}
+
+/// Under `reuse` a free slot is reason enough to write a page. Before it is known which are free, a
+/// bounded number of pages may wait for one.
+#[test]
+fn reuse_writes_what_fits_into_the_bound_before_the_tier_is_known() {
+    let config = CoreConfig {
+        spill_policy: SpillPolicy::Reuse,
+        writes_in_flight_bytes: 4 * PAGE,
+        ..generous(64 * PAGE)
+    };
+    let mut world = in_census(&chain(1, 1), config);
+    let (session, _, region) = seat(&mut world);
+    let saved = world.save(session, region, &pages(&chain(2, 8)));
+    world.settle_only(is_copy(Direction::Save));
+    assert_eq!(world.ended(session, saved).completion.pages, 8);
+    let stats = world.core.stats();
+    assert_eq!(stats.spill[SpillOutcome::SkippedByPolicy as usize], 4);
+    take_over(&mut world);
+    world.settle();
+    assert_eq!(world.core.stats().spill[SpillOutcome::Written as usize], 4);
 }
 
 /// A world whose disk holds a chain, and that serves before it knows.

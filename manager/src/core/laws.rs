@@ -57,7 +57,7 @@ impl Core {
                 resident: page.extent.filter(|_| page.is_resident()),
                 slot: page.slot,
                 pins: page.pins,
-                indexed: page.indexed && !self.is_doomed(id),
+                indexed: page.indexed && !self.is_gone(id),
                 unwritten: self.spill.contains(&self.pages, id),
             }
         })
@@ -185,13 +185,18 @@ impl Core {
                     assert!(page.indexed && page.namespace == number, "in a list: {page:?}");
                     assert_eq!(self.is_doomed(id), doomed, "found, or forgotten: {page:?}");
                     let parent = self.pages.parent(id);
-                    assert!(parent.is_none_or(|above| older.contains(&above)), "{page:?}");
+                    let left = |above: PageId| !self.pages[above].indexed;
+                    let in_order = |above| older.contains(&above) || left(above);
+                    assert!(parent.is_none_or(in_order), "{page:?}");
                     older.insert(id);
                 }
             }
             let waits = self.doomed.contains(&number);
             assert!(waits || namespace.doomed.is_empty(), "nobody drops {}", namespace.label);
         }
+        let unsettled = self.unsettled.iter().filter(|(page, _)| self.pages[*page].unsettled);
+        let marked = self.pages.iter().filter(|(_, page)| page.unsettled).count();
+        assert_eq!((unsettled.count(), self.unsettled.len()), (marked, marked), "unsettled pages");
         let (mut indexed, mut spill_bytes, mut pinned, mut draining) = (0, 0, 0, 0);
         let (mut in_dram, mut in_class, mut in_spill) = (0, 0, 0);
         for (id, page) in self.pages.iter() {
@@ -212,10 +217,15 @@ impl Core {
             indexed += usize::from(page.indexed);
             pinned += if page.pins > 0 { bytes } else { 0 };
             draining += if page.indexed { 0 } else { bytes };
-            assert!(page.indexed || page.pins > 0 || page.io > 0, "held by nothing: {page:?}");
+            let held = page.pins > 0 || page.io > 0 || page.unsettled;
+            assert!(page.indexed || held, "held by nothing: {page:?}");
+            let childless = self.pages.first_child(id).is_none();
+            assert!(page.indexed || childless || page.unsettled, "nobody drops below {page:?}");
             if page.indexed {
                 let found = self.find(page.namespace, &page.hash);
-                assert_eq!(found == Some(id), !self.is_doomed(id), "wrongly found: {page:?}");
+                let left = self.pages.ancestor(id, |above| !self.pages[above].indexed).is_some();
+                assert_eq!(self.is_cut_off(id), left, "wrongly cut off, or not: {page:?}");
+                assert_eq!(found == Some(id), !self.is_gone(id), "wrongly found: {page:?}");
                 self.check_hotter(id, &dram, "DRAM");
                 if let Some(class) = class {
                     self.check_hotter(id, class, "slot");
@@ -256,9 +266,11 @@ impl Core {
             assert!(page.indexed || parent.is_none(), "in the tree without index: {page:?}");
             if let Some(over) = parent {
                 let parent = &self.pages[over];
-                assert!(parent.indexed && parent.is_restorable(), "{page:?} lost its parent");
+                let stands = if parent.indexed { parent.is_restorable() } else { parent.unsettled };
+                assert!(stands, "{page:?} lost its parent");
                 assert_eq!(parent.namespace, page.namespace);
-                let place = page.slot.is_none() || self.has_place_on_ssd(over);
+                let settled = !parent.unsettled;
+                let place = page.slot.is_none() || self.has_place_on_ssd(over) || !settled;
                 assert!(place, "{page:?} is on SSD, not so {parent:?}");
             }
             for child in self.pages.children(id) {
@@ -538,7 +550,7 @@ impl Core {
         assert_eq!(stats.spill_offered, ended + on_its_way, "offers to SSD");
         for page in self.spill.walk(&self.pages) {
             let Some(parent) = self.pages.parent(page) else { continue };
-            let goes = self.has_place_on_ssd(parent);
+            let goes = self.has_place_on_ssd(parent) || self.pages[parent].unsettled;
             assert!(goes, "waits for a write that cannot come: {:?}", self.pages[page]);
         }
     }

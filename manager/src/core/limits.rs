@@ -45,7 +45,7 @@ pub const NAMESPACES_MAX: usize = 4096;
 pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;
 pub(super) const LEASE_INDEX_BITS: u32 = 20;
 
-/// Pages that forget and evict drop in one turn.
+/// Pages that are dropped in one turn for a forget, an evict or behind a page that was lost.
 pub const PAGES_DROPPED_PER_TURN: u32 = 1024;
 /// Pages found on SSD at start that one turn takes over: a fraction of a millisecond.
 pub const PAGES_RECOVERED_PER_TURN: u32 = 256;

@@ -55,7 +55,7 @@ use orbitkv_shm_protocol::record::{
 use admission::Budget;
 use flow::Flow;
 use history::History;
-use index::{Index, PageSlab};
+use index::{Index, PageId, PageSlab};
 use job::{JobRef, Jobs};
 use lease::Leases;
 use namespace::{NamespaceId, Namespaces};
@@ -126,7 +126,7 @@ pub struct CoreConfig {
     pub scopes_per_session_max: usize,
     /// Most regions of one session at a time.
     pub regions_per_session_max: usize,
-    /// Most pages that one turn drops for a forget, or looks at for an eviction of everything.
+    /// Most pages that one turn drops for a forget or behind a lost page, or looks at for an eviction of everything.
     pub pages_dropped_per_turn: u32,
     /// Most pages found on SSD that one turn takes over.
     pub pages_recovered_per_turn: u32,
@@ -209,6 +209,11 @@ pub struct Core {
     guard: u64,
     /// Namespaces with forgotten pages that wait to be dropped.
     doomed: Vec<NamespaceId>,
+    /// Pages whose children wait to be dropped or to lose their place on SSD, with what is counted
+    /// of those that wait to be written.
+    unsettled: Vec<(PageId, SpillOutcome)>,
+    /// Counts dropped pages with children, from 1.
+    cuts: u64,
     /// Sessions whose last lease ended through somebody else: their drains may end.
     rested: Vec<SessionId>,
     /// Earliest deadline of any job; may be too early, never too late.
@@ -255,6 +260,8 @@ impl Core {
             reclaim_after: 0,
             guard: 0,
             doomed: Vec::new(),
+            unsettled: Vec::new(),
+            cuts: 1,
             rested: Vec::new(),
             next_deadline: Nanos::MAX,
             found: query::Found::default(),
@@ -304,9 +311,10 @@ impl Core {
         self.end_drains(now, out);
     }
 
-    /// Whether forgotten pages wait for another [`pump`](Self::pump) to be dropped.
+    /// Whether forgotten pages, or such as hang on a lost one, wait for another
+    /// [`pump`](Self::pump) to be dropped.
     pub fn has_forgotten_pages(&self) -> bool {
-        !self.doomed.is_empty()
+        !self.doomed.is_empty() || !self.unsettled.is_empty()
     }
 
     fn request(

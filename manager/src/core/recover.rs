@@ -46,12 +46,13 @@ impl Recovered {
     /// `last_generation` is the highest that was seen or recorded anywhere. The slots of the `lost`
     /// devices stay unknown: they are neither read nor written.
     pub fn new(pages: Vec<RecoveredPage>, last_generation: u64, lost: Vec<u16>) -> Self {
+        let (pages, winners) = in_order(pages);
         let mut by_namespace: HashMap<_, u64> = HashMap::new();
-        for page in &pages {
+        for page in &pages[..winners] {
             *by_namespace.entry(page.image.namespace).or_default() += 1;
         }
         let unread = Vec::new();
-        Self { pages: in_order(pages), by_namespace, last_generation, lost, unread }
+        Self { pages, by_namespace, last_generation, lost, unread }
     }
 
     /// The slots whose footers could not be read: they are retired, so that the next start need not
@@ -73,27 +74,33 @@ impl Recovered {
 }
 
 /// Hottest chain first, each from its root, each page once: recency built from its hot end. The
-/// generation of its deepest page is a chain's age.
-fn in_order(mut pages: Vec<RecoveredPage>) -> Vec<RecoveredPage> {
+/// generation of its deepest page is a chain's age. Behind so many that stand for their keys come
+/// older slots of the same keys.
+fn in_order(mut pages: Vec<RecoveredPage>) -> (Vec<RecoveredPage>, usize) {
     pages.sort_unstable_by_key(|page| std::cmp::Reverse(page.image.generation));
     let mut places = HashMap::with_capacity(pages.len());
+    let mut wins = Vec::with_capacity(pages.len());
     for (at, page) in pages.iter().enumerate() {
         // Of two slots with one key the younger: it comes first.
-        places.entry((page.image.namespace, page.image.hash.0)).or_insert(at);
+        let place = places.entry((page.image.namespace, page.image.hash.0)).or_insert(at);
+        wins.push(*place == at);
     }
     let parent_of = |page: &RecoveredPage| {
         let parent = page.image.parent?;
         places.get(&(page.image.namespace, parent.0)).copied()
     };
     let mut has_child = vec![false; pages.len()];
-    for parent in pages.iter().filter_map(parent_of) {
-        has_child[parent] = true;
+    for (at, page) in pages.iter().enumerate() {
+        if let Some(parent) = parent_of(page).filter(|_| wins[at]) {
+            has_child[parent] = true;
+        }
     }
     let mut order = Vec::with_capacity(pages.len());
     let mut placed = vec![false; pages.len()];
-    let leaves = (0..pages.len()).filter(|&at| !has_child[at]);
-    // What is left after the leaves are cycles: no chains, but counted like all else.
-    for first in leaves.chain(0..pages.len()) {
+    let winners = || (0..pages.len()).filter(|&at| wins[at]);
+    let leaves = winners().filter(|&at| !has_child[at]);
+    // What is left of the winners after the leaves are cycles: no chains, but counted like all else.
+    for first in leaves.chain(winners()).chain(0..pages.len()) {
         let start = order.len();
         let mut next = Some(first);
         while let Some(at) = next.filter(|&at| !placed[at]) {
@@ -103,7 +110,7 @@ fn in_order(mut pages: Vec<RecoveredPage>) -> Vec<RecoveredPage> {
         }
         order[start..].reverse();
     }
-    order
+    (order, places.len())
 }
 
 /// A recovery that is under way.
@@ -209,7 +216,8 @@ impl Core {
     }
 
     /// Pages of a namespace that were found and not yet dealt with, and their bytes; each is told
-    /// once.
+    /// once. One that was saved again meanwhile is among them too, as its other copy: which those
+    /// are is known only when they are dealt with, and a forget does not wait for that.
     fn found_of(&mut self, namespace: NamespaceId) -> (u64, u64) {
         let of = self.namespaces.get(namespace);
         let found = self.recovery.as_mut().and_then(|recovery| recovery.found.as_mut());

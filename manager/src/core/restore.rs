@@ -358,7 +358,7 @@ impl Core {
         let found = |entry: &Entry| namespace.and_then(|of| self.find(of, &entry.hash));
         let deepest = if streaming { entries.iter().rev().find_map(found) } else { None };
         self.touch_upwards(deepest, 0);
-        if deepest.is_none() || head.is_some_and(|head| self.is_doomed(head)) {
+        if deepest.is_none() || head.is_some_and(|head| self.is_gone(head)) {
             self.touch_upwards(head, 0);
         }
         let named_bytes = if keep { 0 } else { entries.len() as u64 * unit_bytes };

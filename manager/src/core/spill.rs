@@ -59,9 +59,11 @@ impl Core {
         let found = &self.pages[page];
         let known = self.history.take(found.namespace, found.era, &found.hash);
         let bytes = slot_bytes(self.namespaces.get(found.namespace).image_bytes);
-        known
-            || found.hits > 0
-            || (self.spill_bytes < self.config.writes_in_flight_bytes && self.slots.has_free(bytes))
+        let wanted = known || found.hits > 0;
+        let hardly_any_waits = self.spill_bytes < self.config.writes_in_flight_bytes;
+        // Which slots are free is not known before a restart has found everything again: the bound
+        // on what waits is all that it can cost.
+        wanted || (hardly_any_waits && (self.is_recovering() || self.slots.has_free(bytes)))
     }
 
     /// Offers a page that a query has hit, when the policy waited for that.
@@ -150,8 +152,8 @@ impl Core {
             let page = next?;
             let namespace = self.pages[page].namespace;
             let bytes = slot_bytes(self.namespaces.get(namespace).image_bytes);
-            // What was forgotten is being dropped; a write would outlive the forget's record.
-            if full.contains(&bytes) || self.is_doomed(page) {
+            // What was forgotten or lost its parent is being dropped; a write would outlive that.
+            if full.contains(&bytes) || self.is_gone(page) {
                 next = self.spill.hotter(&self.pages, page);
                 continue;
             }
@@ -160,6 +162,11 @@ impl Core {
                 && self.spill.contains(&self.pages, parent)
             {
                 top = parent;
+            }
+            // What is above it did not get to SSD: it waits for the same.
+            if self.pages.parent(top).is_some_and(|parent| !self.has_place_on_ssd(parent)) {
+                next = self.spill.hotter(&self.pages, page);
+                continue;
             }
             return Some((top, bytes));
         }
@@ -357,14 +364,14 @@ impl Core {
                 self.stats.spilled(SpillOutcome::Failed);
                 self.stats.ssd_bytes_written += bytes;
                 self.end_slot(slot, false, out);
-                self.give_up_below(page, out);
+                self.give_up_below(page);
             }
             Some(fault) => {
                 self.stats.spilled(SpillOutcome::Failed);
                 self.stats.ssd_write_errors[fault.index()] += 1;
                 let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
                 self.end_slot(slot, retire, out);
-                self.give_up_below(page, out);
+                self.give_up_below(page);
             }
         }
         if !self.pages[page].indexed {
@@ -372,25 +379,27 @@ impl Core {
         }
     }
 
-    /// Takes what is below a page that did not get to SSD away from there.
-    fn give_up_below(&mut self, page: PageId, out: &mut Effects) {
-        let mut next = self.pages.first_child(page);
-        while let Some(at) = next {
-            if self.leave_spill(at) {
-                self.stats.spilled(SpillOutcome::Failed);
-            }
-            if self.pages[at].slot.is_some() && !self.pages[at].is_resident() {
-                next = self.pages.next_beside(at, page);
-                self.drop_subtree(at, SpillOutcome::Failed, out);
-                continue;
-            }
-            self.detach_slot(at, false, out);
-            // What is being written is looked at when its write ends.
-            next = if self.pages[at].writing {
-                self.pages.next_beside(at, page)
-            } else {
-                self.pages.next_below(at, page)
-            };
+    /// Takes what is below a page that did not get to SSD away from there, in the turns that follow.
+    fn give_up_below(&mut self, page: PageId) {
+        if self.pages.first_child(page).is_some() {
+            self.unsettle(page, SpillOutcome::Failed);
+        }
+    }
+
+    /// Takes a page whose parent did not get to SSD away from there.
+    pub(super) fn give_up_place(&mut self, page: PageId, out: &mut Effects) {
+        let waited = self.leave_spill(page);
+        if waited {
+            self.stats.spilled(SpillOutcome::Failed);
+        }
+        let has_slot = self.pages[page].slot.is_some();
+        if has_slot && !self.pages[page].is_resident() {
+            return self.drop_subtree(page, SpillOutcome::Failed, out);
+        }
+        self.detach_slot(page, false, out);
+        // What is being written is looked at when its write ends.
+        if waited || has_slot {
+            self.give_up_below(page);
         }
     }
 }
