@@ -332,7 +332,6 @@ fn a_kill_in_the_search_or_in_writes_costs_nothing_that_was_recorded() {
                 Engine::attach(&manager.socket(), namespace("recorded", PAGE), 8)
             };
             let mut recorded = 0;
-            let mut killed = 0;
             for (on, place) in
                 [(On::Writes, ALL), (On::Reads, SLOTS), (On::Reads, LATER_SLOTS), (On::Writes, ALL)]
             {
@@ -340,7 +339,7 @@ fn a_kill_in_the_search_or_in_writes_costs_nothing_that_was_recorded() {
                 let mut engine = attach(&manager);
                 for sequence in 0..recorded {
                     let found = compared(&mut engine, &hashes(sequence, 0..8));
-                    assert_eq!(found, (8, 0), "{sequence} after {killed} kills");
+                    assert_eq!(found, (8, 0), "{sequence} after {recorded} kills");
                 }
                 engine.save_all(&hashes(recorded, 0..8));
                 manager.settle_empty();
@@ -365,7 +364,6 @@ fn a_kill_in_the_search_or_in_writes_costs_nothing_that_was_recorded() {
                 rustix::process::kill_process(manager.pid(), Signal::KILL).unwrap();
                 drop((engine, hang));
                 setup = manager.kill();
-                killed += 1;
             }
             // What was being written is right or missing.
             let manager = setup.start();

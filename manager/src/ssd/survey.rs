@@ -271,10 +271,10 @@ impl Join {
                 Err(RecvTimeoutError::Timeout) => {}
                 // Nobody is left who could.
                 Err(RecvTimeoutError::Disconnected) => {
-                    for place in 0..ends.len() {
-                        if ends[place] == ScanState::Running {
+                    for (place, end) in ends.iter_mut().enumerate() {
+                        if *end == ScanState::Running {
                             self.leave_out(place, "its search broke off");
-                            ends[place] = ScanState::Failed;
+                            *end = ScanState::Failed;
                         }
                     }
                 }

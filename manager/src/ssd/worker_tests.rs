@@ -34,6 +34,9 @@ use crate::pool::DramPool;
 
 /// Short, so that tests of a hung device are.
 const HUNG_AFTER: Duration = Duration::from_millis(50);
+/// What the disk does with each chunk.
+type Failing = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
+
 const POOL_BYTES: u64 = 32 << 20;
 const CAPACITY: u64 = 48 << 20;
 const DATA: u64 = 1 << 20;
@@ -308,7 +311,7 @@ impl WriteBench {
     }
 
     fn with(
-        plan: impl FnOnce(&Arc<SsdFile>) -> Box<dyn FnMut(&Chunk) -> Option<Fault>>,
+        plan: impl FnOnce(&Arc<SsdFile>) -> Failing,
         newest_first: bool,
         writable: bool,
         limit: u64,
@@ -671,7 +674,7 @@ fn a_region_that_came_while_the_disk_hung_is_recorded_by_the_first_write_into_it
 fn no_write_begins_before_the_base_of_its_generation_is_on_ssd() {
     let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
     let seen = |file: &SsdFile| metadata::load(file).unwrap().generation;
-    let plan = |file: &Arc<SsdFile>| -> Box<dyn FnMut(&Chunk) -> Option<Fault>> {
+    let plan = |file: &Arc<SsdFile>| -> Failing {
         let file = file.clone();
         Box::new(move |_| {
             assert!(seen(&file) >= 1 << 40);
