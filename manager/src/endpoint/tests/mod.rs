@@ -282,6 +282,14 @@ impl Stand {
         (client, welcome)
     }
 
+    /// Whether a newcomer is attached, and not turned away at the door.
+    fn may_attach(&mut self) -> bool {
+        let client = self.connect();
+        let said = transport::send(&client.socket, &hello(), &[], PATIENCE);
+        said.is_ok()
+            && matches!(self.hear_with_descriptors(&client), Ok((ManagerMessage::Welcome(_), _)))
+    }
+
     /// The next message for `client`.
     fn hear(&mut self, client: &Client) -> ManagerMessage {
         self.hear_with_descriptors(client).expect("an answer").0
