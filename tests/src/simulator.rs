@@ -2,7 +2,8 @@
 //!
 //! Fault model. Copies, reads and writes end in any order and as late as chance has it. A copy can
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
-//! an errno, come short, or find the tier off; an image on disk can rot. Engines cancel at any
+//! an errno, come short, or find the tier off; a device can refuse every write for a while, and is
+//! tried with single ones meanwhile; an image on disk can rot. Engines cancel at any
 //! moment, are killed at any moment, forget to release, name leases of others, send records that no
 //! correct client sends. The Manager is killed at any moment and starts again over what reached the
 //! disk, or serves before it knows what did. Time jumps past deadlines and leases.
@@ -14,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use fastrand::Rng;
 use orbitkv_manager::core::{
-    CopyFault, Core, CoreConfig, Direction, IoFault, RegionGeometry, SpillPolicy,
+    CopyFault, Core, CoreConfig, Direction, Intake, IoFault, RegionGeometry, SpillPolicy,
 };
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId};
@@ -165,6 +166,8 @@ pub struct Simulation {
     /// Positions of a lease that a restore ended, by number of the part.
     used: BTreeMap<LeaseId, BTreeSet<(usize, usize)>>,
     released: BTreeSet<LeaseId>,
+    /// Which devices refuse every write.
+    off: Vec<bool>,
     forgets: u32,
     event: u32,
 }
@@ -197,6 +200,7 @@ impl Simulation {
         let mut rng = Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6f72_6269);
         let plan = Plan::new(&mut rng);
         let world = World::new(plan.config.clone(), &plan.devices);
+        let devices = plan.devices.len();
         Self {
             seed,
             rng,
@@ -206,6 +210,7 @@ impl Simulation {
             leases: Vec::new(),
             used: BTreeMap::new(),
             released: BTreeSet::new(),
+            off: vec![false; devices],
             forgets: 0,
             event: 0,
         }
@@ -275,8 +280,9 @@ impl Simulation {
             944..948 => self.world.evict_dram(),
             948..952 => self.rot(),
             952..956 => self.toggle_device(),
-            956..960 => self.world.pump(),
-            960..985 => {
+            956..958 => self.world.pump(),
+            958..966 => self.tend_devices(),
+            966..985 => {
                 let ticks = self.rng.u64(..3 * MILLISECOND);
                 self.world.advance(ticks);
             }
@@ -312,6 +318,9 @@ impl Simulation {
                 Fate::Good
             }
             Work::Read { .. } if faulty => Fate::Io(io[self.rng.usize(..4)]),
+            Work::Write { slot, .. } if self.off[usize::from(slot.device)] => {
+                Fate::Io(IoFault::Off)
+            }
             Work::Write { .. } if faulty => Fate::Io(io[[0, 1, 3][self.rng.usize(..3)]]),
             Work::Forget { .. } if faulty => Fate::Io(io[0]),
             _ => Fate::Good,
@@ -609,6 +618,26 @@ impl Simulation {
         }
     }
 
+    /// A device begins or ceases to refuse every write; one that takes none is tried, or used again.
+    fn tend_devices(&mut self) {
+        if self.plan.faults == 0 {
+            return;
+        }
+        for device in 0..self.plan.devices.len() {
+            let takes_none = self.world.core.device_intake(device as u16) == Intake::Nothing;
+            let intake = match self.rng.u8(..4) {
+                0 => {
+                    self.off[device] ^= true;
+                    continue;
+                }
+                1 if takes_none => Intake::One,
+                2 if takes_none => Intake::All,
+                _ => continue,
+            };
+            self.world.core.set_device_intake(device as u16, intake);
+        }
+    }
+
     fn crash(&mut self) {
         let blank = World::new(CoreConfig::with_dram(4096), &[]);
         let world = std::mem::replace(&mut self.world, blank);
@@ -629,6 +658,7 @@ impl Simulation {
     /// Lets everything end, checks that nothing is left, then that the pool is as good as new.
     fn wind_down(&mut self) {
         self.plan.faults = 0;
+        self.off.fill(false);
         self.world.end_census();
         for device in 0..self.plan.devices.len() {
             self.world.core.set_device_accepts_writes(device as u16, true);
