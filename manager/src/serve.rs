@@ -27,6 +27,7 @@ use crate::config::{
     Config, ConfigError, DeviceKind, HugePages, Machine, Priority, ServeArgs, SpillPolicy,
     SsdEngine, Words, usage_line,
 };
+use crate::core::limits::writes_in_flight_bytes;
 use crate::core::{Core, CoreConfig, DeviceLayout, slot_bytes};
 use crate::device::HostDevice;
 use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
@@ -396,8 +397,10 @@ fn device_layouts(devices: &[DeviceInfo]) -> Vec<DeviceLayout> {
 fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreConfig {
     let defaults = CoreConfig::with_dram(config.dram.capacity_bytes);
     let ssd = config.ssd.as_ref();
+    let devices = ssd.map_or(1, |ssd| ssd.paths.len() as u64);
     CoreConfig {
         arena_bytes,
+        writes_in_flight_bytes: writes_in_flight_bytes(config.dram.capacity_bytes, devices),
         query_budget_bytes: config.budget.query_bytes,
         speculative_budget_bytes: config.budget.speculative_bytes,
         session_budget_bytes: config.budget.session_bytes,

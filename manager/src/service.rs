@@ -58,10 +58,13 @@ const TABLES_INTERVAL_NS: Nanos = 20_000_000;
 const TABLES_INTERVAL_NS_MAX: Nanos = 200_000_000;
 /// How long the last SSD orders may take at a stop.
 const STORAGE_STOP_MAX: Duration = Duration::from_secs(2);
-/// When they must have ended, counted from the begin of the stop: early enough for the 10 s that a
+/// When the last of them and their workers must have ended, whatever the kernel keeps, counted from the begin of the stop: early enough for the 10 s that a
 /// stop may take in all.
 const STORAGE_STOP_BY: Duration = Duration::from_millis(9_200);
-/// How long a stop waits for operations under way before it closes the sessions.
+/// What they have all the same, to write the superblocks.
+const STORAGE_STOP_MIN: Duration = Duration::from_millis(500);
+/// How long a stop waits for operations under way before it closes the sessions, and for the first
+/// sign of when the search for what is on SSD, before which nothing can be written, will end.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
 /// What the reactor is made of.
@@ -508,6 +511,12 @@ impl Service {
             return self.core.has_recovered_pages();
         }
         let Some(began) = self.recovering_since.take() else { return false };
+        if let Some(found) = self.core.take_used_up() {
+            // A gigabyte of it: to give that back takes longer than a turn may.
+            let aside = std::thread::Builder::new().name("ssd-forget".to_owned());
+            // Without a thread it is dropped here.
+            let _ = aside.spawn(move || drop(found));
+        }
         let (pages, left_out) = {
             let stats = self.core.stats();
             (stats.recovered_pages, stats.recovered_dropped)
@@ -794,10 +803,25 @@ impl Service {
 
     fn has_stopped(&self) -> bool {
         let Some(stopping) = &self.stopping else { return false };
+        let now = self.clock.now();
         // What cannot be written now is not waited for.
-        let quiet = self.core.is_quiet() && !self.core.spill_can_go_on();
+        let may_come = self.core.is_recovering()
+            && !self.core.spill_is_drained()
+            && self.census_may_end(now, stopping);
+        let quiet = self.core.is_quiet() && !self.core.spill_can_go_on() && !may_come;
         let ended = stopping.sessions_closed && self.clients.is_empty() && quiet;
-        ended || self.clock.now() >= stopping.give_up_at
+        ended || now >= stopping.give_up_at
+    }
+
+    /// Whether the search for what is on SSD ends before a stop must, if it goes on as it has.
+    fn census_may_end(&self, now: Nanos, stopping: &Stopping) -> bool {
+        let (Some(began), Some(storage)) = (self.recovering_since, &self.storage) else {
+            return false;
+        };
+        match storage.scan_left(now.saturating_sub(began)) {
+            Some(left) => now.saturating_add(left) < stopping.give_up_at,
+            None => now < stopping.close_sessions_at,
+        }
     }
 
     /// Ends the workers. Everything in flight comes back before memory is given up.
@@ -813,18 +837,25 @@ impl Service {
         }
         self.device.stop();
         let began = self.stopping.map_or(0, |stopping| stopping.began);
-        let by = began.saturating_add(nanos_of(STORAGE_STOP_BY));
-        let left = Duration::from_nanos(by.saturating_sub(self.clock.now()));
+        let elapsed = Duration::from_nanos(self.clock.now().saturating_sub(began));
         if let Some(storage) = &mut self.storage {
-            storage.stop(STORAGE_STOP_MAX.min(left));
+            let (orders, all) = storage_stop(elapsed);
+            storage.stop(orders, all);
         }
         let now = self.clock.now();
-        self.take_copy_ends(now);
-        self.take_storage_ends(now);
+        while self.take_copy_ends(now) {}
+        while self.take_storage_ends(now) {}
         self.effects.clear();
         self.report(now);
         drained
     }
+}
+
+/// How long the SSD orders, and with them what the kernel keeps, may take `elapsed` after the begin of
+/// a stop: half at least is for the superblocks and what the kernel has by then.
+fn storage_stop(elapsed: Duration) -> (Duration, Duration) {
+    let all = STORAGE_STOP_BY.saturating_sub(elapsed).max(STORAGE_STOP_MIN);
+    (STORAGE_STOP_MAX.min(all / 2), all)
 }
 
 /// One copy as `core` orders it.
@@ -864,3 +895,20 @@ const fn close_reason(cause: CloseCause) -> CloseReason {
 }
 
 type RegionHandle = Arc<DeviceRegion>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whenever the drain of everything else is over, which takes 9 s at most, and whatever the
+    /// kernel keeps.
+    #[test]
+    fn a_stop_with_an_ssd_device_that_hangs_takes_ten_seconds_at_most() {
+        for elapsed in (0..=9_000).step_by(100).map(Duration::from_millis) {
+            let (orders, all) = storage_stop(elapsed);
+            assert!(elapsed + all <= Duration::from_secs(10), "{all:?} after {elapsed:?}");
+            assert!(orders <= all / 2 && orders >= STORAGE_STOP_MIN / 2);
+        }
+        assert_eq!(storage_stop(Duration::ZERO).0, STORAGE_STOP_MAX);
+    }
+}

@@ -17,8 +17,8 @@ use orbitkv_manager::image::ImageMemory;
 use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
 use orbitkv_manager::ssd::format::Forgotten;
 use orbitkv_manager::ssd::{
-    DeviceInfo, EngineChoice, EngineKind, Health, ReadOrder, Recovery, ScanState, SlotCounts,
-    SsdConfig, SsdEnd, SsdError, SsdTier, WriteOrder, verify,
+    ClaimedTier, DeviceInfo, EngineChoice, EngineKind, Health, ReadOrder, Recovery, ScanState,
+    SlotCounts, SsdConfig, SsdEnd, SsdError, SsdTier, WriteOrder, verify,
 };
 use orbitkv_shm_protocol::ids::PageHash;
 
@@ -55,6 +55,7 @@ struct Found {
     forgotten: Vec<Forgotten>,
     needless: Vec<Forgotten>,
     counts: SlotCounts,
+    ends: Vec<ScanState>,
 }
 
 /// A tier with a pool, and just enough of a core to give out slots and extents.
@@ -76,14 +77,10 @@ fn recovered(tier: &mut SsdTier, devices: Vec<DeviceInfo>) -> Found {
     loop {
         if let Some(recovery) = tier.poll_recovery() {
             let Recovery { found, forgotten, needless, counts, ends, .. } = recovery;
-            assert_eq!(ends, vec![ScanState::Complete; devices.len()]);
-            for scan in tier.scans() {
-                assert_eq!((scan.state, scan.scanned), (ScanState::Complete, scan.slots));
-            }
             let mut pages = found.pages().to_vec();
             pages.sort_unstable_by_key(|page| (page.slot.device, page.slot.offset));
             let highest_generation = found.last_generation();
-            return Found { devices, pages, highest_generation, forgotten, needless, counts };
+            return Found { devices, pages, highest_generation, forgotten, needless, counts, ends };
         }
         assert!(Instant::now() < end, "the census never ends");
         std::thread::sleep(Duration::from_millis(1));
@@ -96,6 +93,18 @@ impl Bench {
     }
 
     fn try_open(config: &SsdConfig) -> Result<Self, SsdError> {
+        let mut claimed = ClaimedTier::claim(config)?;
+        let mut made = claimed.made_files();
+        let bench = Self::start(claimed)?;
+        made.keep();
+        assert!(bench.recovery.ends.iter().all(|end| *end == ScanState::Complete));
+        for scan in bench.tier.scans() {
+            assert_eq!((scan.state, scan.scanned), (ScanState::Complete, scan.slots));
+        }
+        Ok(bench)
+    }
+
+    fn start(claimed: ClaimedTier) -> Result<Self, SsdError> {
         let pool_config =
             PoolConfig { bytes: 64 * MIB, huge_pages: HugePages::Prefer, prefault_threads: 1 };
         let pool = Arc::new(DramPool::allocate(pool_config).unwrap());
@@ -107,7 +116,8 @@ impl Bench {
                 bell.1.notify_one();
             })
         };
-        let (mut tier, devices) = SsdTier::open(config, &pool.arena_bytes(), pool.clone(), notify)?;
+        let (mut tier, devices) =
+            SsdTier::start(claimed, &pool.arena_bytes(), pool.clone(), notify)?;
         let recovery = recovered(&mut tier, devices);
         let generation = recovery.highest_generation;
         Ok(Self {
@@ -478,6 +488,20 @@ fn a_file_cut_under_a_running_tier_is_short_not_stale_bytes() {
 /// Goal: a slot that was being reused at the crash is never served with mixed bytes. Method: put
 /// half of a new image in front of the old footer, then the new footer behind half of the image.
 #[test]
+fn a_file_of_which_nothing_can_be_read_is_all_torn_for_verify() {
+    let folder = folder();
+    let path = folder.path().join("tier");
+    let mut bench = Bench::open(&config(&path, 100 * MIB, EngineChoice::Auto));
+    let page = bench.write(hash(1), 64 * KIB);
+    let geometry = bench.geometry();
+    bench.tier.stop(Duration::from_secs(30));
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(geometry.data_offset).unwrap();
+    let counts = check(&path);
+    let slots = u64::from(geometry.slots(0, page.slot.bytes));
+    assert_eq!((counts.slots, counts.torn), (slots, slots));
+}
+
+#[test]
 fn a_torn_slot_is_a_miss_whichever_part_is_new() {
     let folder = folder();
     let path = folder.path().join("tier");
@@ -824,6 +848,55 @@ fn several_files_share_the_capacity_and_a_forget() {
     }
     let twice = SsdConfig { paths: vec![paths[0].clone(), paths[0].clone()], ..config };
     assert!(matches!(Bench::try_open(&twice).map(drop), Err(SsdError::SameFile { .. })));
+}
+
+/// Goal: a generation is given out once, whichever files can be searched. Method: one file is lost
+/// in one life, the other, which then took a write, in the next.
+#[test]
+fn generations_go_on_above_those_of_a_life_that_had_lost_a_file() {
+    let folder = folder();
+    let paths = vec![folder.path().join("a"), folder.path().join("b")];
+    let config = SsdConfig {
+        paths: paths.clone(),
+        capacity_bytes: 400 * MIB,
+        ..config(&paths[0], 0, EngineChoice::Auto)
+    };
+    let mut bench = Bench::open(&config);
+    let (slot_bytes, geometry) =
+        (RegionGeometry::slot_bytes_for(64 * KIB).unwrap(), bench.geometry());
+    let slot = |device, index| Slot {
+        device,
+        offset: geometry.slot_offset(0, slot_bytes, index),
+        bytes: slot_bytes,
+    };
+    for device in 0..2 {
+        bench.tier.record_region(device, 0, slot_bytes).unwrap();
+        let (ticket, _) = bench.write_at(slot(device, 0), hash(device.into()), 64 * KIB);
+        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+    }
+    let mut given = bench.generation;
+    drop(bench.tier);
+    // In the last life both can be searched again.
+    for (lost, takes) in [(Some(1), 0), (Some(0), 1), (None, 0)] {
+        let claimed = ClaimedTier::claim(&config).unwrap();
+        let file = lost.map(|lost: usize| {
+            let file = OpenOptions::new().write(true).open(&paths[lost]).unwrap();
+            let length = file.metadata().unwrap().len();
+            file.set_len(geometry.data_offset).unwrap();
+            (file, length)
+        });
+        let mut bench = Bench::start(claimed).unwrap();
+        assert_eq!(bench.recovery.ends.iter().position(|end| *end == ScanState::Failed), lost);
+        let base = bench.recovery.highest_generation;
+        assert!(base >= given, "{base} after {given}");
+        let (ticket, image) = bench.write_at(slot(takes, 1), hash(7), 64 * KIB);
+        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        given = image.generation;
+        drop(bench.tier);
+        if let Some((file, length)) = file {
+            file.set_len(length).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -42,7 +42,7 @@ pub use access::{
 pub use label::{
     CloseReason, CopyDirection, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState, OperationStage,
     PrepareOutcome, Reason, RefuseReason, SessionState, SpillOutcome, SsdEngine, SsdFault,
-    SsdHealth, SsdRecovery, SsdStop,
+    SsdHealth, SsdRecovery, SsdRetry, SsdStop,
 };
 pub use latency::{
     BUCKETS, HISTOGRAM_WORDS, LATENCY_HELP, LATENCY_NAME, LATENCY_WORDS, Latency, bucket_end,

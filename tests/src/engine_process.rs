@@ -202,22 +202,10 @@ fn follow(engine: &mut Engine, words: &[&str]) -> String {
             format!("{:?} {} {}", ended.status, ended.pages, ended.pages_present)
         }
         // Saves one sequence of `pages` pages after the other until the Manager is gone.
-        ["save-on", first, pages] => {
-            let first = number(first);
-            let pages = number(pages) as u32;
-            for sequence in first.. {
-                let blocks = blocks(&hashes(sequence, 0..pages), 0);
-                engine.fill(&blocks);
-                let saved = match engine.client.save(&engine.region, &blocks) {
-                    Ok(_) => engine.client.wait(PATIENCE),
-                    Err(refused) => return format!("{refused:?}"),
-                };
-                // Refused for want of memory is as good as stored; gone is the end.
-                if !saved.is_ok_and(|saved| saved.is_some_and(|s| s.status != Status::Gone)) {
-                    break;
-                }
-            }
-            "gone".into()
+        ["save-on", first, pages] => save_on(engine, number(first), number(pages), u64::MAX),
+        // The same, until `max` pages or a few more were taken.
+        ["save-on", first, pages, max] => {
+            save_on(engine, number(first), number(pages), number(max))
         }
         // As many saves as there are credits, and never a look at what becomes of them.
         ["flood", sequence, pages] => {
@@ -291,6 +279,27 @@ fn follow(engine: &mut Engine, words: &[&str]) -> String {
         }
         _ => format!("unknown order {words:?}"),
     }
+}
+
+fn save_on(engine: &mut Engine, first: u64, pages: u64, max: u64) -> String {
+    let mut taken = 0;
+    for sequence in first.. {
+        let blocks = blocks(&hashes(sequence, 0..pages as u32), 0);
+        engine.fill(&blocks);
+        let saved = match engine.client.save(&engine.region, &blocks) {
+            Ok(_) => engine.client.wait(PATIENCE),
+            Err(refused) => return format!("{refused:?}"),
+        };
+        // Refused for want of memory is as good as stored; gone is the end.
+        match saved {
+            Ok(Some(saved)) if saved.status != Status::Gone => taken += u64::from(saved.pages),
+            _ => return "gone".into(),
+        }
+        if taken >= max {
+            break;
+        }
+    }
+    taken.to_string()
 }
 
 fn say(answer: &str) {

@@ -158,6 +158,12 @@ impl Setup {
         self.disk.path().join("tier")
     }
 
+    /// Whether there is a tier, however it was asked for.
+    fn has_ssd(&self) -> bool {
+        let flag = |argument: &OsString| argument == "--ssd";
+        self.ssd || self.arguments.iter().any(flag) || self.config.contains("[ssd]")
+    }
+
     /// The program under test, for engine processes.
     pub fn program(&self) -> &Path {
         &self.program
@@ -449,7 +455,7 @@ impl Manager {
     /// When that never ends.
     #[must_use]
     pub fn recovered(self) -> Self {
-        if !self.setup().ssd {
+        if !self.setup().has_ssd() {
             return self;
         }
         self.settle("nothing more is found on SSD", |seen| {

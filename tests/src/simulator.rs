@@ -2,8 +2,8 @@
 //!
 //! Fault model. Copies, reads and writes end in any order and as late as chance has it. A copy can
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
-//! an errno, come short, or find the tier off; a device can refuse every write for a while, and is
-//! tried with single ones meanwhile; an image on disk can rot. Engines cancel at any
+//! an errno, come short, or find the tier off; an image on disk can rot. A device can answer nothing
+//! for a while, or refuse every write and be tried with single ones meanwhile. Engines cancel at any
 //! moment, are killed at any moment, forget to release, name leases of others, send records that no
 //! correct client sends. The Manager is killed at any moment and starts again over what reached the
 //! disk, or serves before it knows what did. Time jumps past deadlines and leases.
@@ -102,7 +102,7 @@ impl Plan {
                 namespaces.push(spec(model, sizes[rng.usize(..sizes.len())]));
             }
         }
-        let devices: Vec<RegionGeometry> = (0..[0, 1, 1, 2][rng.usize(..4)])
+        let devices: Vec<RegionGeometry> = (0..[0, 1, 2, 3][rng.usize(..4)])
             .map(|_| {
                 let region = if mixed { rng.u64(19..30) << 20 } else { rng.u64(9..40) * 4096 };
                 let mut device = device(rng.u64(1..5), region);
@@ -169,6 +169,8 @@ pub struct Simulation {
     /// Which devices refuse every write.
     off: Vec<bool>,
     forgets: u32,
+    /// A device that answers nothing.
+    silent: Option<u16>,
     event: u32,
 }
 
@@ -212,6 +214,7 @@ impl Simulation {
             released: BTreeSet::new(),
             off: vec![false; devices],
             forgets: 0,
+            silent: None,
             event: 0,
         }
     }
@@ -261,7 +264,8 @@ impl Simulation {
     }
 
     fn act(&mut self) {
-        if self.rng.u32(..100) < self.plan.speed && !self.world.work.is_empty() {
+        if self.rng.u32(..100) < self.plan.speed && self.world.work.iter().any(|w| self.answers(w))
+        {
             return self.finish_some();
         }
         match self.rng.u32(..1000) {
@@ -281,8 +285,9 @@ impl Simulation {
             948..952 => self.rot(),
             952..956 => self.toggle_device(),
             956..958 => self.world.pump(),
-            958..966 => self.tend_devices(),
-            966..985 => {
+            958..960 => self.silence(),
+            960..967 => self.tend_devices(),
+            967..985 => {
                 let ticks = self.rng.u64(..3 * MILLISECOND);
                 self.world.advance(ticks);
             }
@@ -295,14 +300,21 @@ impl Simulation {
     }
 
     fn finish_some(&mut self) {
-        if self.world.work.is_empty() {
-            return;
-        }
+        let works = self.world.work.iter().enumerate();
+        let able: Vec<_> = works.filter(|(_, work)| self.answers(work)).map(|(at, _)| at).collect();
+        let Some(&oldest) = able.first() else { return };
         // Mostly the oldest, at times any.
-        let len = self.world.work.len();
-        let at = if self.rng.bool() { 0 } else { self.rng.usize(..len) };
+        let at = if self.rng.bool() { oldest } else { able[self.rng.usize(..able.len())] };
         let fate = self.fate(at);
         self.world.finish(at, fate);
+    }
+
+    /// Whether work can end now.
+    fn answers(&self, work: &Work) -> bool {
+        match work {
+            Work::Read { slot, .. } | Work::Write { slot, .. } => self.silent != Some(slot.device),
+            _ => true,
+        }
     }
 
     fn fate(&mut self, at: usize) -> Fate {
@@ -638,7 +650,17 @@ impl Simulation {
         }
     }
 
+    /// A device falls silent, or the one that is answers again.
+    fn silence(&mut self) {
+        let devices = self.plan.devices.len() as u16;
+        self.silent = match self.silent {
+            None if devices > 0 => Some(self.rng.u16(..devices)),
+            _ => None,
+        };
+    }
+
     fn crash(&mut self) {
+        self.silent = None;
         let blank = World::new(CoreConfig::with_dram(4096), &[]);
         let world = std::mem::replace(&mut self.world, blank);
         let rng = &mut self.rng;
@@ -659,6 +681,7 @@ impl Simulation {
     fn wind_down(&mut self) {
         self.plan.faults = 0;
         self.off.fill(false);
+        self.silent = None;
         self.world.end_census();
         for device in 0..self.plan.devices.len() {
             self.world.core.set_device_accepts_writes(device as u16, true);

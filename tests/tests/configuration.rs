@@ -150,7 +150,7 @@ struct SizeField {
     zero: Option<&'static str>,
 }
 
-const SIZE_FIELDS: [SizeField; 8] = [
+const SIZE_FIELDS: [SizeField; 9] = [
     SizeField {
         flag: Some("--dram"),
         section: "dram",
@@ -315,7 +315,7 @@ fn cfg_03_every_size_means_what_is_documented_or_is_refused_with_the_forms() {
             }
         }
     }
-    assert_eq!(checked, 8 * 20 + 8 * 13 + 4 * 20, "every text in every way");
+    assert_eq!(checked, 9 * 20 + 9 * 13 + 4 * 20, "every text in every way");
     // Several files share the capacity; each must have its part.
     let two = ["--ssd", "p", "--ssd", "q", "--ssd-capacity"];
     let tier = |text: &str| effective(&setup, &[&two[..], &[text]].concat(), "ssd", "capacity");

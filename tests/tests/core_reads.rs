@@ -355,3 +355,56 @@ fn a_page_saved_again_with_other_bits_is_as_good() {
     assert_eq!(rig.hits(&chain), 3, "each replica has the checksum of its own bytes");
     assert_eq!(rig.world.core.stats().ssd_read_errors.iter().sum::<u64>(), 0);
 }
+
+fn on(device: u16) -> impl Fn(&Work) -> bool {
+    move |work| matches!(work, Work::Read { slot, .. } if slot.device == device)
+}
+
+/// A device that does not answer keeps the reads that it has; those of another go on, and
+/// whoever waited for it is told as soon as it answers.
+#[test]
+fn reads_of_a_silent_device_hold_up_nobody_who_reads_from_another() {
+    let config = CoreConfig { reads_in_flight_bytes: 4 * PAGE, ..generous(64 * PAGE) };
+    let mut rig = Rig::new(config, &[device(1, 64 * 2 * PAGE); 2], spec("model", PAGE));
+    let place = |rig: &mut Rig, at: u16, hashes: &[PageHash]| {
+        rig.world.core.set_device_accepts_writes(1 - at, false);
+        rig.stored_on_ssd_only(hashes);
+        rig.world.core.set_device_accepts_writes(1 - at, true);
+        let views = rig.world.core.page_views();
+        let mut slots = views.filter(|page| hashes.contains(&page.hash)).map(|page| page.slot);
+        assert!(slots.all(|slot| slot.is_some_and(|slot| slot.device == at)));
+    };
+    let stuck = [chain(1, 8), chain(2, 8), chain(3, 8)];
+    let (free, also_free) = (chain(4, 8), chain(5, 8));
+    for hashes in &stuck {
+        place(&mut rig, 0, hashes);
+    }
+    place(&mut rig, 1, &free);
+    place(&mut rig, 1, &also_free);
+    let Seat { session, scope, .. } = rig.seat;
+    let mut waiting: Vec<_> = stuck[..2].iter().map(|hashes| rig.query(rig.seat, hashes)).collect();
+    let hint = rig.world.query(session, scope, QueryMode::Speculative, &pages(&stuck[2]));
+    assert_eq!(rig.in_flight(on(0)), 4);
+    for hashes in [&free, &also_free] {
+        let query = rig.query(rig.seat, hashes);
+        assert_eq!(rig.in_flight(on(0)), 4, "it has all that it may have");
+        rig.world.settle_only(on(1));
+        let ended = rig.world.ended(session, query).completion;
+        assert_eq!((ended.status, ended.pages), (Status::Ok, 8), "{ended:?}");
+        rig.release(rig.seat, ended.lease.expect("a lease"));
+    }
+    // One that gives up leaves the queue.
+    let cancelled = waiting.remove(1);
+    rig.cancel(rig.seat, cancelled);
+    let ended = rig.world.ended(session, cancelled).completion;
+    assert_eq!(ended.code, Code::Cancelled, "{ended:?}");
+    let again = rig.query(rig.seat, &stuck[1]);
+    waiting.extend([again, hint]);
+    rig.world.settle();
+    for operation in waiting {
+        let ended = rig.world.ended(session, operation).completion;
+        assert_eq!((ended.status, ended.pages), (Status::Ok, 8), "{ended:?}");
+        rig.release(rig.seat, ended.lease.expect("a lease"));
+    }
+    rig.assert_at_rest();
+}

@@ -5,8 +5,8 @@
 use std::time::{Duration, Instant};
 
 use orbitkv_manager::core::{
-    Core, CoreConfig, Direction, Effects, ImageIdentity, Recovered, RecoveredPage, Slot,
-    SpillOutcome, slot_bytes,
+    Core, CoreConfig, Direction, Effect, Effects, ImageIdentity, Recovered, RecoveredPage, Slot,
+    SpillOutcome, SpillPolicy, slot_bytes,
 };
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{PageHash, RegionId, ScopeId, SessionId};
@@ -232,6 +232,50 @@ fn contradicting_footers_leave_whole_chains_only() {
     assert_eq!((stats.recovered_pages, stats.recovered_dropped), (4, 11));
 }
 
+/// Of two slots of one key the younger is taken over, also where a child of it leads there and the
+/// older one names another parent.
+#[test]
+fn of_two_slots_of_a_key_the_younger_counts() {
+    let page = |at: u64, image| {
+        let slot = Slot { device: 0, offset: at << 13, bytes: slot_bytes(PAGE as u32) };
+        RecoveredPage { slot, image }
+    };
+    let older = page(0, footer(2, None, 2));
+    let younger = page(1, footer(2, Some(1), 6));
+    let root = page(2, footer(1, None, 5));
+    let child = page(3, footer(3, Some(2), 3));
+    // Nothing is below this one but what is said in vain.
+    let other = page(4, footer(4, None, 4));
+    let in_vain = page(5, footer(3, Some(4), 1));
+    let all = vec![older, younger, root, child, other, in_vain];
+    let found = Recovered::new(all, 6, Vec::new());
+    let hashes: Vec<_> = found.pages()[..4].iter().map(|page| page.image.hash.0[0]).collect();
+    assert_eq!(hashes, [4, 1, 2, 3], "chains by the age of their last page");
+    assert_eq!(found.pages()[2], younger);
+    assert_eq!(found.pages()[4..], [older, in_vain]);
+}
+
+/// Under `reuse` a free slot is reason enough to write a page. Before it is known which are free, a
+/// bounded number of pages may wait for one.
+#[test]
+fn reuse_writes_what_fits_into_the_bound_before_the_tier_is_known() {
+    let config = CoreConfig {
+        spill_policy: SpillPolicy::Reuse,
+        writes_in_flight_bytes: 4 * PAGE,
+        ..generous(64 * PAGE)
+    };
+    let mut world = in_census(&chain(1, 1), config);
+    let (session, _, region) = seat(&mut world);
+    let saved = world.save(session, region, &pages(&chain(2, 8)));
+    world.settle_only(is_copy(Direction::Save));
+    assert_eq!(world.ended(session, saved).completion.pages, 8);
+    let stats = world.core.stats();
+    assert_eq!(stats.spill[SpillOutcome::SkippedByPolicy as usize], 4);
+    take_over(&mut world);
+    world.settle();
+    assert_eq!(world.core.stats().spill[SpillOutcome::Written as usize], 4);
+}
+
 /// A world whose disk holds a chain, and that serves before it knows.
 fn in_census(hashes: &[PageHash], config: CoreConfig) -> World {
     let mut rig = Rig::new(config, &[device(1, 64 * 2 * PAGE)], spec("model", PAGE));
@@ -274,6 +318,7 @@ fn dram_is_served_before_the_tier_is_known() {
     assert_eq!(hits(&mut world, &spec("model", PAGE), &old), 3);
     assert_eq!(world.core.stats().ssd_pages_written, 0);
     assert_eq!(world.core.gauges().spill_pages, 7);
+    assert!(!world.core.spill_can_go_on(), "a stop need not wait for what cannot begin");
     take_over(&mut world);
     world.settle();
     let stats = world.core.stats();
@@ -405,6 +450,45 @@ fn a_lost_device_is_neither_read_nor_written() {
     core.check_laws();
     let left: Vec<u16> = core.page_views().filter_map(|page| Some(page.slot?.device)).collect();
     assert_eq!((left, core.device_usage(1)), (vec![0], (0, 0)));
+    let used_up = core.take_used_up().map(|found| found.pages().len());
+    assert_eq!((used_up, core.take_used_up()), (Some(2), None), "for another thread to drop");
+}
+
+/// Goal: a slot whose footer could not be read is out of use, and told so to its device once.
+#[test]
+fn slots_that_could_not_be_read_are_retired() {
+    const SLOTS: u32 = 16;
+    let geometry = device(1, u64::from(SLOTS) * 2 * PAGE);
+    let used = slot_bytes(PAGE as u32);
+    let layout = orbitkv_manager::core::DeviceLayout {
+        geometry,
+        region_slot_bytes: vec![used],
+        retired: Vec::new(),
+    };
+    let config =
+        CoreConfig { devices: vec![layout], pages_recovered_per_turn: 2, ..generous(64 * PAGE) };
+    let mut core = Core::new(config);
+    core.begin_recovery();
+    let slot =
+        |index| Slot { device: 0, offset: geometry.slot_offset(0, used, index), bytes: used };
+    let found = RecoveredPage { slot: slot(3), image: footer(1, None, 1) };
+    let unread: Vec<Slot> = (5..10).map(slot).collect();
+    let mut out = Effects::default();
+    let census = Recovered::new(vec![found], 1, Vec::new()).with_unread(unread.clone());
+    core.census_taken(census, &mut out);
+    let mut turns = 0;
+    while core.is_recovering() {
+        core.pump(0, &mut out);
+        core.check_laws();
+        turns += 1;
+    }
+    assert!(turns > 2, "{turns} turns");
+    let retired = out.list.iter().filter_map(|effect| match effect {
+        Effect::RetireSlot { slot } => Some(*slot),
+        _ => None,
+    });
+    assert_eq!(retired.collect::<Vec<_>>(), unread);
+    assert_eq!((core.stats().slots_retired, core.stats().recovered_pages), (5, 1));
 }
 
 /// Prints how long the reactor is away at most while 100,000 pages are taken over.

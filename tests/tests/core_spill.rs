@@ -1,11 +1,11 @@
 //! Goal: what DRAM will lose first is written first, a chain from its root, and each offer has one
 //! outcome. Method: small pools over small devices, writes ended one by one.
 
-use orbitkv_manager::core::{CoreConfig, Intake, IoFault, SpillOutcome, SpillPolicy};
+use orbitkv_manager::core::{CoreConfig, Direction, Intake, IoFault, SpillOutcome, SpillPolicy};
 use orbitkv_shm_protocol::ids::PageHash;
 use orbitkv_shm_protocol::record::Status;
 use orbitkv_tests::rig::{PAGE, Rig, Seat, generous};
-use orbitkv_tests::world::{Fate, Work, chain, device, is_read, is_write, pages, spec};
+use orbitkv_tests::world::{Fate, Work, chain, device, is_copy, is_read, is_write, pages, spec};
 
 fn config(dram: u64) -> CoreConfig {
     generous(dram * PAGE)
@@ -234,6 +234,85 @@ fn pages_that_come_back_may_be_forgotten() {
     rig.world.settle();
     assert_eq!(outcomes(&rig, SpillOutcome::Superseded), 4);
     assert!(rig.world.core.spill_is_drained());
+}
+
+/// Three pages a turn.
+fn slow_to_drop(dram: u64) -> Rig {
+    let config = CoreConfig { pages_dropped_per_turn: 3, ..config(dram) };
+    Rig::new(config, &[device(1, 64 * 2 * PAGE)], spec("model", PAGE))
+}
+
+/// Goal: what hangs on a lost page holds nobody up, and is neither found nor written from the first
+/// moment. Method: three pages a turn; between the turns the lost page is saved again, and another
+/// prompt is served.
+#[test]
+fn what_hangs_on_a_lost_page_is_dropped_in_bounded_turns_and_unfindable_at_once() {
+    let mut rig = slow_to_drop(64);
+    let (whole, other) = (chain(1, 20), chain(2, 2));
+    rig.stored_on_ssd_only(&whole);
+    rig.stored(&other);
+    rig.world.settle();
+    let query = rig.query(rig.seat, &whole[..1]);
+    let at = rig.world.work.iter().position(is_read).unwrap();
+    rig.world.pumps = false;
+    rig.world.finish(at, Fate::Io(IoFault::Checksum));
+    assert_eq!(rig.world.ended(rig.seat.session, query).completion.pages, 0);
+    let count = |rig: &Rig| rig.world.core.page_views().filter(|page| page.slot.is_some()).count();
+    let found = |rig: &Rig| rig.world.core.page_views().filter(|page| page.indexed).count();
+    assert_eq!((count(&rig), found(&rig)), (19 + 2, 2));
+    assert!(rig.world.core.has_forgotten_pages());
+    assert_eq!((rig.hits_at_once(&whole), rig.hits_at_once(&other)), (0, 2));
+    let mut last = count(&rig);
+    for _ in 0..3 {
+        rig.world.pump();
+        let now = count(&rig);
+        assert!(now < last && now + 3 >= last, "{now} of {last}");
+        last = now;
+    }
+    // The same pages begin a new life beside what is left of the first.
+    rig.world.version = 1;
+    let save = rig.world.save(rig.seat.session, rig.seat.region, &pages(&whole[..15]));
+    rig.world.pump();
+    rig.world.settle_only(is_copy(Direction::Save));
+    assert_eq!(rig.world.ended(rig.seat.session, save).completion.pages, 15);
+    assert_eq!(rig.hits_at_once(&whole), 15);
+    rig.world.pumps = true;
+    rig.world.settle();
+    assert!(!rig.world.core.has_forgotten_pages());
+    assert_eq!((count(&rig), rig.hits(&whole)), (15 + 2, 15));
+    let mut world = rig.world.crash(|| true);
+    world.core.check_laws();
+    world.settle();
+    assert_eq!(world.core.stats().recovered_pages, 15 + 2);
+}
+
+/// Goal: the same of what waits below a page that could not be written: it stays in DRAM, found all
+/// the time, and none of it goes to SSD.
+#[test]
+fn what_waits_below_a_failed_write_is_given_up_in_bounded_turns_and_not_written() {
+    let one_by_one =
+        CoreConfig { writes_in_flight_max: 1, pages_dropped_per_turn: 3, ..config(64) };
+    let mut rig = Rig::new(one_by_one, &[device(1, 64 * 2 * PAGE)], spec("model", PAGE));
+    let whole = chain(1, 20);
+    rig.stored(&whole);
+    assert_eq!(writing(&rig), whole[..1]);
+    rig.world.pumps = false;
+    rig.world.finish(0, Fate::Io(IoFault::Checksum));
+    assert_eq!(outcomes(&rig, SpillOutcome::Failed), 1);
+    let mut last = 1;
+    while rig.world.core.has_forgotten_pages() {
+        rig.world.pump();
+        rig.world.core.check_laws();
+        let now = outcomes(&rig, SpillOutcome::Failed);
+        assert!(now <= last + 3, "{now} after {last}");
+        assert_eq!(rig.in_flight(is_write), 0);
+        assert_eq!(rig.world.core.page_views().filter(|page| page.indexed).count(), 20);
+        last = now;
+    }
+    assert_eq!(last, 20);
+    rig.world.pumps = true;
+    rig.world.settle();
+    assert_eq!((rig.world.core.device_usage(0), rig.hits(&whole)), ((0, 0), 20));
 }
 
 /// A rig with the `reuse` policy whose tier of `slots` slots is full: else all is written.
@@ -563,4 +642,34 @@ fn a_page_that_is_being_written_stays_in_dram() {
     rig.world.settle();
     assert_eq!(rig.hits(&first), 4);
     rig.stored(&chain(2, 1));
+}
+
+/// A device that does not answer keeps the writes that it has, and the others are given all
+/// the rest. Nothing is evicted while it still has free slots; when it takes no more, the others go on
+/// with their own.
+#[test]
+fn writes_to_a_silent_device_hold_up_nobody() {
+    let config = CoreConfig { writes_in_flight_max: 4, ..config(64) };
+    let mut rig = Rig::new(config, &[device(1, 16 * 2 * PAGE); 2], spec("model", PAGE));
+    let on = |device: u16| move |work: &Work| matches!(work, Work::Write { slot, .. } if slot.device == device);
+    for branch in 0..40 {
+        rig.stored(&chain(branch, 1));
+        rig.world.settle_only(on(1));
+    }
+    assert_eq!(rig.in_flight(on(0)), 4);
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 16, "all slots of the other device");
+    let stats = rig.world.core.stats();
+    assert_eq!((stats.ssd_evictions, rig.world.core.gauges().spill_pages), (0, 20));
+    // It is known now that it does not answer.
+    rig.world.core.set_device_accepts_writes(0, false);
+    rig.world.pump();
+    rig.world.settle_only(on(1));
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 36);
+    assert_eq!(rig.world.core.stats().ssd_evictions, 20);
+    assert_eq!(rig.in_flight(on(0)), 4);
+    // And it answers after all.
+    rig.world.core.set_device_accepts_writes(0, true);
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 40);
+    assert!(rig.world.core.spill_is_drained());
 }

@@ -145,6 +145,15 @@ pub(crate) enum ToolError {
         /// Which.
         stream: &'static str,
     },
+    /// The Manager does not come to the end of what was on SSD.
+    #[error(
+        "the Manager is still finding again what is on SSD, but has found nothing for {seconds} s; \
+         see its log"
+    )]
+    NotRecovered {
+        /// How long.
+        seconds: u64,
+    },
     /// The Manager's state cannot be read.
     #[error(transparent)]
     Inspect(#[from] orbitkv_shm_protocol::inspect::InspectError),
@@ -167,6 +176,7 @@ impl ToolError {
             | Self::NoManager { .. }
             | Self::Talk { .. }
             | Self::Memory(_)
+            | Self::NotRecovered { .. }
             | Self::Inspect(_) => Exit::System,
             Self::ManagerStart { exit, .. } | Self::Engine { exit, .. } => *exit,
             Self::Bench(error) => exit_of_bench(error),

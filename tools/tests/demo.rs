@@ -27,6 +27,8 @@ fn the_demo_compares_a_thousand_pages_some_of_them_from_ssd() {
     assert!(number("pages_hit_ssd") > 0);
     assert_eq!(number("mismatches"), 0);
     assert_eq!(number("leaked_bytes") + number("leaked_leases"), 0);
+    assert!(json["spill"]["written"].as_u64().unwrap() > 0, "the queue was put to use");
+    assert_eq!(number("ssd_write_queue_full"), 0);
     let table = String::from_utf8(output.stdout).unwrap();
     assert!(table.contains("0 wrong"), "{table}");
     assert!(fs::read_to_string(html).unwrap().starts_with("<!doctype html>"));

@@ -106,7 +106,6 @@ impl Report {
             "results": results,
             "bars": self.bars,
             "pages_compared": self.compared,
-            "mismatches": 0,
             "machine": self.machine,
             "commit": self.commit,
             "command": options.command,

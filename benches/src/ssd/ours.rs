@@ -29,8 +29,6 @@ const WRITE_IN_FLIGHT_BYTES: u64 = 2 << 20;
 const NAMESPACE: [u8; 32] = [0xbe; 32];
 /// Marks the tickets of writes; the rest is the number of a slot or of a buffer.
 const WRITE: u64 = 1 << 63;
-/// The tier holds its writes back for a second after a read: a lone writer begins later.
-const REST_AFTER_READS: Duration = Duration::from_millis(1100);
 /// Longest sleep without an end; a wake is never lost, and this is no bound of anything.
 const NAP: Duration = Duration::from_millis(100);
 /// No order takes so long unless the device hangs.
@@ -61,7 +59,6 @@ pub(super) struct Ours {
     bell: ControlBell,
     spin: Spin,
     generation: u64,
-    last_read: Instant,
     /// The files.
     pub(super) devices: Vec<DeviceInfo>,
     /// Pages whose bytes were compared after a slice, beside the checksum of every single one.
@@ -148,7 +145,6 @@ impl Ours {
             spin: Spin::new(window),
             // The files are new.
             generation: 0,
-            last_read: Instant::now(),
             devices,
             compared: 0,
         })
@@ -194,9 +190,6 @@ impl Ours {
         let mut rest = Meter::start(Duration::ZERO);
         while out.reads + out.writes > 0 {
             self.take(field, &mut out, &mut rest)?;
-        }
-        if load.reads.is_some() {
-            self.last_read = Instant::now();
         }
         self.compared += out.last.compare(field, buffers)?;
         Ok(slice)
@@ -339,11 +332,6 @@ impl Ours {
                 return Err(BenchError::Wrong("the device holds an order for a minute".into()));
             }
         }
-    }
-
-    /// Sleeps until no read is recent any more.
-    pub(super) fn rest(&self) {
-        std::thread::sleep(REST_AFTER_READS.saturating_sub(self.last_read.elapsed()));
     }
 
     /// Ends the workers; the files that were made go.

@@ -1,5 +1,7 @@
 //! The rounds of one page size: ours and the plain loop in turn.
 
+use std::time::Duration;
+
 use super::Options;
 use super::field::{Buffers, Field, Walk};
 use super::floor::{choose, speed};
@@ -8,6 +10,9 @@ use super::raw::{Op, Raw, Way};
 use super::slice::{Slice, percentile_us};
 use crate::error::BenchError;
 use crate::series::Series;
+
+/// Longer than a read counts as recent for the tier.
+const REST_BEFORE_WRITES: Duration = Duration::from_millis(1_100);
 
 /// Everything that the rounds of one page size need.
 pub(super) struct Rounds<'a> {
@@ -94,9 +99,7 @@ impl Rounds<'_> {
             Op::Read => Load { reads: Some((&mut course.reads, Reads::Many)), writes: None },
             Op::Write => Load { reads: None, writes: Some(&mut course.writes) },
         };
-        if op == Op::Write {
-            self.ours.rest();
-        }
+        self.rest(op);
         let slice = self.ours.slice(&mut self.field, &self.buffers, load, self.options.slice)?;
         self.done()?;
         Ok(slice)
@@ -107,9 +110,18 @@ impl Rounds<'_> {
             Op::Read => (&mut course.reads, op, course.read_way),
             Op::Write => (&mut course.writes, op, course.write_way),
         };
+        self.rest(op);
         let slice = self.raw.slice(&mut self.field, &self.buffers, job, self.options.slice)?;
         self.done()?;
         Ok(slice)
+    }
+
+    /// Before a slice of writes: a lone writer of ours is not held back for reads that are over, and
+    /// the drive has had as long to rest on either side.
+    fn rest(&self, op: Op) {
+        if op == Op::Write {
+            std::thread::sleep(REST_BEFORE_WRITES);
+        }
     }
 
     /// Demand reads one by one: alone, then beside writes, or the other way round.

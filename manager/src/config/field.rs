@@ -242,8 +242,8 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Size,
         range: "0 (no bound), or for all files together 1GiB to 1024TiB a day",
         default: "0",
-        cost: "what the drive lives on; pages evicted while it is used up are not on SSD. A day may \
-               take an hour's share more",
+        cost: "what the drive lives on; pages evicted while it is used up are not on SSD. A day, and \
+               each start in it, may take an hour's share more",
     },
     Field {
         key: Key::BudgetQuery,

@@ -288,11 +288,11 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("copy_quantum (bytes, at least one page)", limits::COPY_QUANTUM_BYTES),
     ("copies_in_flight (commands a direction)", limits::COPIES_IN_FLIGHT_MAX as u64),
     ("pages_dropped (a turn, for forget and evict)", limits::PAGES_DROPPED_PER_TURN as u64),
-    ("ssd_reads_in_flight (commands)", limits::READS_IN_FLIGHT_MAX as u64),
-    ("ssd_reads_in_flight (bytes, at least one page)", limits::READS_IN_FLIGHT_BYTES),
-    ("ssd_writes_in_flight (commands)", limits::WRITES_IN_FLIGHT_MAX as u64),
+    ("ssd_reads_in_flight (commands a device)", limits::READS_IN_FLIGHT_MAX as u64),
+    ("ssd_reads_in_flight (bytes a device, at least one page)", limits::READS_IN_FLIGHT_BYTES),
+    ("ssd_writes_in_flight (commands a device)", limits::WRITES_IN_FLIGHT_MAX as u64),
     (
-        "ssd_writes_in_flight (bytes, at least one page, beyond 8MiB an eighth of dram)",
+        "ssd_writes_in_flight (bytes a device, at least one page, all beyond 8MiB an eighth of dram)",
         limits::WRITES_IN_FLIGHT_BYTES_MAX,
     ),
     (

@@ -195,9 +195,13 @@ impl Core {
         forgotten
     }
 
-    /// Drops a bounded number of forgotten pages, so that millions of them hold nobody up.
+    /// Drops a bounded number of pages that were forgotten or hang on a lost one, so that millions
+    /// of them hold nobody up.
     pub(super) fn drop_forgotten(&mut self, out: &mut Effects) {
         for _ in 0..self.config.pages_dropped_per_turn {
+            if self.settle_one(out) {
+                continue;
+            }
             let Some(&namespace) = self.doomed.last() else { return };
             // The youngest: a page is older than its children.
             match self.namespaces.get(namespace).doomed.hottest() {

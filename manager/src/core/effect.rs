@@ -62,11 +62,15 @@ pub struct ImageIdentity {
     pub parent: Option<PageHash>,
     /// Bytes of the image.
     pub image_bytes: u32,
-    /// Orders slots that hold the same page: the highest wins.
+    /// Orders slots that hold the same page: the highest wins. Below [`GENERATIONS_END`].
     pub generation: u64,
     /// xxh3-64 of the image.
     pub checksum: u64,
 }
+
+/// No slot with this generation or a higher one is ever found again. No drive lives to see it, but
+/// what claims to be from there must not make the counter overflow.
+pub const GENERATIONS_END: u64 = 1 << 62;
 
 /// One decision.
 #[derive(Clone, Debug)]

@@ -8,15 +8,16 @@ use std::collections::VecDeque;
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
 
-use super::Core;
 use super::effect::{CopyPage, Direction, Effect, Effects, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
+use super::in_flight::{Devices, InFlight, Urgency};
 use super::index::{Page, PageId};
 use super::job::{Entry, EntryState, Job, JobRef, Stage};
 use super::life::EvictionCursor;
 use super::limits::COPIES_IN_FLIGHT_MAX;
 use super::query::charge;
 use super::stats::SpillOutcome;
+use super::{Core, CoreConfig};
 
 /// Copy commands in flight of one operation.
 const COPIES_PER_JOB_MAX: u32 = 2;
@@ -27,7 +28,7 @@ const NIL: u32 = u32::MAX;
 pub(super) enum Work {
     Free,
     Copy { job: JobRef, session: SessionId, direction: Direction, first: u32, len: u32 },
-    Read { page: PageId, bytes: u64 },
+    Read { page: PageId, device: u16, bytes: u64 },
     Write { page: PageId, slot: Slot, image: ImageIdentity, bytes: u64 },
     Forget { job: Option<JobRef> },
 }
@@ -41,11 +42,8 @@ struct Waiter {
     next: u32,
 }
 
-/// Of so many turns to read, one goes to a hint even while others wait.
-const HINT_TURN: u32 = 8;
-
 /// Queues, tickets and counts of everything in flight.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Flow {
     work: Vec<(u32, Work)>,
     free: Vec<u32>,
@@ -53,22 +51,30 @@ pub(super) struct Flow {
     free_waiters: Vec<u32>,
     saves: VecDeque<JobRef>,
     restores: VecDeque<JobRef>,
-    readers: VecDeque<JobRef>,
-    /// Hints and speculative queries: they read when nobody waits.
-    hint_readers: VecDeque<JobRef>,
-    read_turns: u32,
     /// Restores without memory for their next read.
     pub(super) starved: VecDeque<JobRef>,
     /// Memory was freed or let go of since they last tried.
     pub(super) memory_moved: bool,
     copies_in_flight: [u32; 2],
-    pub(super) reads_in_flight: u32,
-    reads_bytes: u64,
-    pub(super) writes_in_flight: u32,
-    pub(super) writes_bytes: u64,
+    pub(super) ssd: Devices,
 }
 
 impl Flow {
+    pub(super) fn new(config: &CoreConfig) -> Self {
+        Self {
+            work: Vec::new(),
+            free: Vec::new(),
+            waiters: Vec::new(),
+            free_waiters: Vec::new(),
+            saves: VecDeque::new(),
+            restores: VecDeque::new(),
+            starved: VecDeque::new(),
+            memory_moved: false,
+            copies_in_flight: [0; 2],
+            ssd: Devices::new(config),
+        }
+    }
+
     pub(super) fn start(&mut self, work: Work) -> Ticket {
         let index = self.free.pop().unwrap_or_else(|| {
             self.work.push((1, Work::Free));
@@ -108,9 +114,8 @@ impl Flow {
     }
 
     /// Panics unless the counters are what was counted. For tests.
-    pub(super) fn check_counts(&self, reads: u32, read_bytes: u64, writes: u32, write_bytes: u64) {
-        assert_eq!((self.reads_in_flight, self.reads_bytes), (reads, read_bytes), "reads");
-        assert_eq!((self.writes_in_flight, self.writes_bytes), (writes, write_bytes), "writes");
+    pub(super) fn check_counts(&self, counted: impl Fn(u16) -> InFlight) {
+        self.ssd.check(counted);
         for direction in [Direction::Save, Direction::Restore] {
             let of =
                 |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
@@ -124,7 +129,7 @@ impl Flow {
         let stands = |queue: &VecDeque<JobRef>| queue.iter().filter(|&&r| r == reference).count();
         let copies = stands(&self.saves) + stands(&self.restores);
         assert_eq!(copies, usize::from(job.queued_for_copy), "copy queue: {job:?}");
-        let reads = stands(&self.readers) + stands(&self.hint_readers);
+        let reads = self.ssd.stands(reference);
         assert_eq!(reads, usize::from(job.queued_for_read), "read queue: {job:?}");
         if let Stage::Restore { waits_for_memory: true, .. } = job.stage {
             assert!(stands(&self.starved) > 0, "nobody feeds {job:?}");
@@ -158,8 +163,9 @@ impl Core {
                 Stage::Fill { lease: None, .. } => true,
                 _ => false,
             };
-            let queue = if hint { &mut self.flow.hint_readers } else { &mut self.flow.readers };
-            queue.push_back(reference);
+            let urgency = if hint { Urgency::Hint } else { Urgency::Demand };
+            let lives = |job: JobRef| self.jobs.get(job).is_some();
+            self.flow.ssd.queue(reference, urgency, lives);
         }
     }
 
@@ -320,7 +326,7 @@ impl Core {
             self.give_read_turns(now, out);
             // What ended meanwhile may have let go of memory that somebody waits for.
             let again = self.flow.memory_moved && !self.flow.starved.is_empty();
-            if !again || !self.may_read() {
+            if !again || !self.flow.ssd.may_read(Urgency::Demand) {
                 return;
             }
         }
@@ -328,77 +334,74 @@ impl Core {
 
     fn give_read_turns(&mut self, now: Nanos, out: &mut Effects) {
         // Each job gets one page a turn; one that cannot go on leaves the queue.
-        while self.may_read() {
-            let Some(reference) = self.next_reader() else { return };
+        while let Some((reference, urgency)) = self.flow.ssd.next_reader() {
             let Some(job) = self.jobs.get_mut(reference) else { continue };
             job.queued_for_read = false;
             if job.stop.is_some_and(|stop| stop.code != Code::OverBudget) {
                 continue;
             }
-            let more = match job.stage {
-                Stage::Fill { .. } => self.issue_fill(now, reference, out),
-                Stage::Restore { .. } => self.issue_restore_read(now, reference, out),
-                _ => false,
+            let turn = match job.stage {
+                Stage::Fill { .. } => self.issue_fill(now, reference, urgency, out),
+                Stage::Restore { .. } => self.issue_restore_read(now, reference, urgency, out),
+                _ => ReadTurn::Over,
             };
-            if more {
-                self.queue_read(reference);
+            match turn {
+                ReadTurn::More => self.queue_read(reference),
+                ReadTurn::NoRoom(device) => self.wait_for_room(device, reference, urgency),
+                ReadTurn::Over => {}
             }
         }
     }
 
-    /// Whose turn it is: someone who waits, and now and then a hint, so that it gets on as well.
-    fn next_reader(&mut self) -> Option<JobRef> {
-        let room = self.may_read_hint();
-        self.flow.read_turns = (self.flow.read_turns + 1) % HINT_TURN;
-        if self.flow.read_turns == 0 && room && !self.flow.hint_readers.is_empty() {
-            return self.flow.hint_readers.pop_front();
-        }
-        let demand = self.flow.readers.pop_front();
-        demand.or_else(|| if room { self.flow.hint_readers.pop_front() } else { None })
+    /// A job gets its next turn to read when a device can take more.
+    fn wait_for_room(&mut self, device: u16, reference: JobRef, urgency: Urgency) {
+        let Some(job) = self.jobs.get_mut(reference) else { return };
+        job.queued_for_read = true;
+        let lives = |job: JobRef| self.jobs.get(job).is_some();
+        self.flow.ssd.wait_for(device, reference, urgency, lives);
     }
 
-    /// Hints leave half of what may be in flight to those who wait: what the kernel has cannot be
-    /// overtaken.
-    fn may_read_hint(&self) -> bool {
-        self.flow.reads_in_flight == 0
-            || (self.flow.reads_in_flight < self.config.reads_in_flight_max.div_ceil(2)
-                && self.flow.reads_bytes < self.config.reads_in_flight_bytes / 2)
-    }
-
-    fn may_read(&self) -> bool {
-        self.flow.reads_in_flight == 0
-            || (self.flow.reads_in_flight < self.config.reads_in_flight_max
-                && self.flow.reads_bytes < self.config.reads_in_flight_bytes)
-    }
-
-    /// Orders the next read of a query or hint. True when it may have another.
-    fn issue_fill(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) -> bool {
-        let Some(job) = self.jobs.get_mut(reference) else { return false };
+    /// Orders the next read of a query or hint.
+    fn issue_fill(
+        &mut self,
+        now: Nanos,
+        reference: JobRef,
+        urgency: Urgency,
+        out: &mut Effects,
+    ) -> ReadTurn {
+        let Some(job) = self.jobs.get_mut(reference) else { return ReadTurn::Over };
         let window = self.config.read_window_bytes;
-        let Stage::Fill { next_issue, pending, cut, .. } = &mut job.stage else { return false };
+        let Stage::Fill { next_issue, pending, cut, .. } = &mut job.stage else {
+            return ReadTurn::Over;
+        };
         let at = job.fill.get(*next_issue as usize).copied().filter(|fill| fill.position < *cut);
         let Some(FillNext { page, position }) = at.map(FillNext::from) else {
             if *pending == 0 {
                 self.finish_fill(now, reference, out);
             }
-            return false;
+            return ReadTurn::Over;
         };
         let image = charge(self.namespaces.get(self.pages[page].namespace).image_bytes);
         if *pending > 0 && u64::from(*pending) * image >= window {
-            return false;
+            return ReadTurn::Over;
+        }
+        let started = self.read_page(page, urgency, out);
+        let Some(job) = self.jobs.get_mut(reference) else { return ReadTurn::Over };
+        let Stage::Fill { next_issue, pending, cut, .. } = &mut job.stage else {
+            return ReadTurn::Over;
+        };
+        if let ReadStart::NoRoom(device) = started {
+            return ReadTurn::NoRoom(device);
         }
         *next_issue += 1;
-        let started = self.read_page(page, out);
-        let Some(job) = self.jobs.get_mut(reference) else { return false };
-        let Stage::Fill { pending, cut, .. } = &mut job.stage else { return false };
         match started {
-            ReadStart::Resident => true,
+            ReadStart::Resident => ReadTurn::More,
             ReadStart::Waits => {
                 *pending += 1;
                 self.wait_for_page(page, reference, position);
-                true
+                ReadTurn::More
             }
-            ReadStart::NoMemory | ReadStart::Gone => {
+            _ => {
                 // Nothing waits while it holds a partial lease: cut here.
                 *cut = position.min(*cut);
                 let ended = *pending == 0;
@@ -408,13 +411,18 @@ impl Core {
                 if ended {
                     self.finish_fill(now, reference, out);
                 }
-                false
+                ReadTurn::Over
             }
         }
     }
 
     /// Starts to read a page into DRAM unless it is there or on its way.
-    pub(super) fn read_page(&mut self, page: PageId, out: &mut Effects) -> ReadStart {
+    pub(super) fn read_page(
+        &mut self,
+        page: PageId,
+        urgency: Urgency,
+        out: &mut Effects,
+    ) -> ReadStart {
         let found = &self.pages[page];
         if found.is_resident() {
             return ReadStart::Resident;
@@ -425,6 +433,9 @@ impl Core {
         let (Some(slot), true) = (found.slot, found.indexed || found.pins > 0) else {
             return ReadStart::Gone;
         };
+        if !self.flow.ssd.has_read_room(slot.device, urgency) {
+            return ReadStart::NoRoom(slot.device);
+        }
         let (namespace, checksum) = (found.namespace, found.slot_checksum);
         let image_bytes = self.namespaces.get(namespace).image_bytes;
         let mut cursor = EvictionCursor::default();
@@ -439,9 +450,8 @@ impl Core {
         found.reading = true;
         found.io += 1;
         let bytes = u64::from(extent.bytes);
-        let ticket = self.flow.start(Work::Read { page, bytes });
-        self.flow.reads_in_flight += 1;
-        self.flow.reads_bytes += bytes;
+        let ticket = self.flow.start(Work::Read { page, device: slot.device, bytes });
+        self.flow.ssd.start_read(slot.device, bytes);
         out.list.push(Effect::Read { ticket, slot, extent, image_bytes, checksum });
         ReadStart::Waits
     }
@@ -470,9 +480,8 @@ impl Core {
         fault: Option<IoFault>,
         out: &mut Effects,
     ) {
-        let Work::Read { page, bytes } = self.flow.end(ticket) else { return };
-        self.flow.reads_in_flight -= 1;
-        self.flow.reads_bytes -= bytes;
+        let Work::Read { page, device, bytes } = self.flow.end(ticket) else { return };
+        self.flow.ssd.end_read(device, bytes);
         // Held until everyone has been told.
         self.pin(page);
         self.flow.memory_moved = true;
@@ -595,6 +604,19 @@ pub(super) enum ReadStart {
     NoMemory,
     /// It is in no tier any more.
     Gone,
+    /// Its device has as many reads in flight as it may.
+    NoRoom(u16),
+}
+
+/// What a job does after its turn to read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum ReadTurn {
+    /// It may have another.
+    More,
+    /// It waits for something else: memory, its own reads, or nothing.
+    Over,
+    /// Its next page lies on a device that may have no more reads now.
+    NoRoom(u16),
 }
 
 struct FillNext {

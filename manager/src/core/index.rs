@@ -1,5 +1,6 @@
 //! The pages that exist and how they are found: a slab, a hash index and the prefix tree.
 
+use std::cell::Cell;
 use std::ops::{Index as IndexOp, IndexMut};
 
 use hashbrown::HashTable;
@@ -57,6 +58,12 @@ pub(super) struct Page {
     pub(super) writing: bool,
     /// In the index. A page that is not is gone as soon as nothing holds it.
     pub(super) indexed: bool,
+    /// Its children wait to be looked at: it left, or has no place on SSD any more.
+    pub(super) unsettled: bool,
+    /// The child to be looked at next.
+    next_unsettled: u32,
+    /// What a look at its ancestors found: see [`Standing`].
+    pub(super) standing: Standing,
     /// Placed in the slab.
     live: bool,
 }
@@ -70,6 +77,27 @@ impl Page {
     /// Whether the image is in some tier.
     pub(super) fn is_restorable(&self) -> bool {
         self.is_resident() || self.slot.is_some()
+    }
+}
+
+/// Whether a page stands on ancestors that are all in the index, as far as anybody has looked.
+#[derive(Debug, Default)]
+pub(super) struct Standing(Cell<u64>);
+
+impl Standing {
+    const CUT: u64 = u64::MAX;
+
+    /// What is known when subtrees were cut off `cuts` times: whether it is cut off.
+    fn known(&self, cuts: u64) -> Option<bool> {
+        match self.0.get() {
+            Self::CUT => Some(true),
+            at if at == cuts => Some(false),
+            _ => None,
+        }
+    }
+
+    fn note(&self, cuts: u64, cut: bool) {
+        self.0.set(if cut { Self::CUT } else { cuts });
     }
 }
 
@@ -137,6 +165,9 @@ impl PageSlab {
             reading: false,
             writing: false,
             indexed: true,
+            unsettled: false,
+            next_unsettled: NIL,
+            standing: Standing::default(),
             live: true,
         };
         match self.free.pop() {
@@ -157,6 +188,7 @@ impl PageSlab {
         debug_assert!(page.live && !page.indexed && page.pins == 0 && page.io == 0);
         debug_assert!(page.extent.is_none() && page.slot.is_none() && page.waiters == NIL);
         debug_assert!(page.links.iter().all(|link| *link == Link::ABSENT));
+        debug_assert!(page.first_child == NIL && !page.unsettled);
         page.live = false;
         let namespace = page.namespace.0 as usize;
         self.of_namespace[namespace] -= 1;
@@ -185,6 +217,41 @@ impl PageSlab {
             let next = self[child].next_sibling;
             (next != NIL).then_some(PageId(next))
         })
+    }
+
+    /// Whether a page hangs on one that left the index: nobody may find it, and it goes too. Each
+    /// cut-off subtree raises `cuts`, above 0. What was found is remembered, so that a walk down a
+    /// chain looks at each page once.
+    pub(super) fn is_cut_off(&self, id: PageId, cuts: u64) -> bool {
+        let mut at = id;
+        let cut = loop {
+            if let Some(known) = self[at].standing.known(cuts) {
+                break known;
+            }
+            match self.parent(at) {
+                Some(parent) => at = parent,
+                None => break !self[at].indexed,
+            }
+        };
+        self[id].standing.note(cuts, cut);
+        cut
+    }
+
+    /// Begins to look at the children that a page has now.
+    pub(super) fn unsettle(&mut self, id: PageId) {
+        let page = &mut self[id];
+        page.unsettled = true;
+        page.next_unsettled = page.first_child;
+    }
+
+    /// The next child to be looked at; each comes once.
+    pub(super) fn next_unsettled(&mut self, id: PageId) -> Option<PageId> {
+        let next = self[id].next_unsettled;
+        if next == NIL {
+            return None;
+        }
+        self[id].next_unsettled = self[PageId(next)].next_sibling;
+        Some(PageId(next))
     }
 
     /// The page after `id` in a walk over the descendants of `top`, parents first.
@@ -226,6 +293,9 @@ impl PageSlab {
         };
         if parent == NIL {
             return;
+        }
+        if self[PageId(parent)].next_unsettled == child.0 {
+            self[PageId(parent)].next_unsettled = next;
         }
         if prev == NIL {
             self[PageId(parent)].first_child = next;
@@ -283,6 +353,7 @@ impl Index {
         self.table.len()
     }
 
+    /// The page with this key that `counts`: of one that waits to be dropped there may be another.
     #[inline]
     pub(super) fn find(
         &self,
@@ -290,11 +361,13 @@ impl Index {
         namespace: NamespaceId,
         era: u32,
         hash: &PageHash,
+        counts: impl Fn(PageId) -> bool,
     ) -> Option<PageId> {
         let key = key_hash(self.seed, namespace, hash);
         let matches = |&id: &u32| {
             let page = &pages[PageId(id)];
-            page.hash == *hash && page.namespace == namespace && page.era == era
+            let is_it = page.hash == *hash && page.namespace == namespace && page.era == era;
+            is_it && counts(PageId(id))
         };
         self.table.find(key, matches).map(|&id| PageId(id))
     }
@@ -317,7 +390,6 @@ impl Index {
         era: u32,
         hash: PageHash,
     ) -> PageId {
-        debug_assert!(self.find(pages, namespace, era, &hash).is_none());
         let id = pages.insert(namespace, era, hash);
         let seed = self.seed;
         self.table.insert_unique(key_hash(seed, namespace, &hash), id.0, |&other| {

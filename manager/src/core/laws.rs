@@ -17,6 +17,7 @@ use super::Core;
 use super::effect::{Direction, Extent, Slot};
 use super::extents::UNIT_BYTES;
 use super::flow::Work;
+use super::in_flight::InFlight;
 use super::index::PageId;
 use super::job::{EntryState, Job, JobRef, Stage};
 use super::namespace::{NamespaceFingerprint, NamespaceId};
@@ -56,7 +57,7 @@ impl Core {
                 resident: page.extent.filter(|_| page.is_resident()),
                 slot: page.slot,
                 pins: page.pins,
-                indexed: page.indexed && !self.is_doomed(id),
+                indexed: page.indexed && !self.is_gone(id),
                 unwritten: self.spill.contains(&self.pages, id),
             }
         })
@@ -84,6 +85,15 @@ impl Core {
         self.check_leases();
         self.check_sessions();
         self.check_spill();
+    }
+
+    /// After a [`pump`](Self::pump) nobody waits for a device that has room.
+    ///
+    /// # Panics
+    /// When somebody does.
+    #[doc(hidden)]
+    pub fn check_pumped(&self) {
+        self.flow.ssd.check_awake(|job| self.jobs.get(job).is_some());
     }
 
     /// Pages and saves own every byte of the arenas that no free run has.
@@ -175,13 +185,18 @@ impl Core {
                     assert!(page.indexed && page.namespace == number, "in a list: {page:?}");
                     assert_eq!(self.is_doomed(id), doomed, "found, or forgotten: {page:?}");
                     let parent = self.pages.parent(id);
-                    assert!(parent.is_none_or(|above| older.contains(&above)), "{page:?}");
+                    let left = |above: PageId| !self.pages[above].indexed;
+                    let in_order = |above| older.contains(&above) || left(above);
+                    assert!(parent.is_none_or(in_order), "{page:?}");
                     older.insert(id);
                 }
             }
             let waits = self.doomed.contains(&number);
             assert!(waits || namespace.doomed.is_empty(), "nobody drops {}", namespace.label);
         }
+        let unsettled = self.unsettled.iter().filter(|(page, _)| self.pages[*page].unsettled);
+        let marked = self.pages.iter().filter(|(_, page)| page.unsettled).count();
+        assert_eq!((unsettled.count(), self.unsettled.len()), (marked, marked), "unsettled pages");
         let (mut indexed, mut spill_bytes, mut pinned, mut draining) = (0, 0, 0, 0);
         let (mut in_dram, mut in_class, mut in_spill) = (0, 0, 0);
         for (id, page) in self.pages.iter() {
@@ -202,10 +217,15 @@ impl Core {
             indexed += usize::from(page.indexed);
             pinned += if page.pins > 0 { bytes } else { 0 };
             draining += if page.indexed { 0 } else { bytes };
-            assert!(page.indexed || page.pins > 0 || page.io > 0, "held by nothing: {page:?}");
+            let held = page.pins > 0 || page.io > 0 || page.unsettled;
+            assert!(page.indexed || held, "held by nothing: {page:?}");
+            let childless = self.pages.first_child(id).is_none();
+            assert!(page.indexed || childless || page.unsettled, "nobody drops below {page:?}");
             if page.indexed {
                 let found = self.find(page.namespace, &page.hash);
-                assert_eq!(found == Some(id), !self.is_doomed(id), "wrongly found: {page:?}");
+                let left = self.pages.ancestor(id, |above| !self.pages[above].indexed).is_some();
+                assert_eq!(self.is_cut_off(id), left, "wrongly cut off, or not: {page:?}");
+                assert_eq!(found == Some(id), !self.is_gone(id), "wrongly found: {page:?}");
                 self.check_hotter(id, &dram, "DRAM");
                 if let Some(class) = class {
                     self.check_hotter(id, class, "slot");
@@ -246,9 +266,11 @@ impl Core {
             assert!(page.indexed || parent.is_none(), "in the tree without index: {page:?}");
             if let Some(over) = parent {
                 let parent = &self.pages[over];
-                assert!(parent.indexed && parent.is_restorable(), "{page:?} lost its parent");
+                let stands = if parent.indexed { parent.is_restorable() } else { parent.unsettled };
+                assert!(stands, "{page:?} lost its parent");
                 assert_eq!(parent.namespace, page.namespace);
-                let place = page.slot.is_none() || self.has_place_on_ssd(over);
+                let settled = !parent.unsettled;
+                let place = page.slot.is_none() || self.has_place_on_ssd(over) || !settled;
                 assert!(place, "{page:?} is on SSD, not so {parent:?}");
             }
             for child in self.pages.children(id) {
@@ -282,18 +304,20 @@ impl Core {
             }
         }
         let mut io: HashMap<PageId, (u32, bool, bool)> = HashMap::new();
-        let (mut reads, mut read_bytes, mut writes, mut write_bytes) = (0, 0, 0, 0);
+        let mut in_flight: HashMap<u16, InFlight> = HashMap::new();
         let mut copies: HashMap<JobRef, u32> = HashMap::new();
         for work in self.flow.under_way() {
             match work {
                 Work::Free | Work::Forget { .. } => {}
-                Work::Read { page, bytes } => {
-                    (reads, read_bytes) = (reads + 1, read_bytes + bytes);
+                Work::Read { page, device, bytes } => {
+                    let on = in_flight.entry(*device).or_default();
+                    (on.reads, on.read_bytes) = (on.reads + 1, on.read_bytes + bytes);
                     let of = io.entry(*page).or_default();
                     *of = (of.0 + 1, true, of.2);
                 }
-                Work::Write { page, bytes, .. } => {
-                    (writes, write_bytes) = (writes + 1, write_bytes + bytes);
+                Work::Write { page, slot, bytes, .. } => {
+                    let on = in_flight.entry(slot.device).or_default();
+                    (on.writes, on.write_bytes) = (on.writes + 1, on.write_bytes + bytes);
                     let of = io.entry(*page).or_default();
                     *of = (of.0 + 1, of.1, true);
                 }
@@ -323,7 +347,8 @@ impl Core {
             assert_eq!(found, io.remove(&id).unwrap_or_default(), "I/O: {page:?}");
         }
         assert!(pins.is_empty() && io.is_empty(), "pages that are gone are held");
-        self.flow.check_counts(reads, read_bytes, writes, write_bytes);
+        let counted = |device| in_flight.get(&device).copied().unwrap_or_default();
+        self.flow.check_counts(counted);
     }
 
     /// Operations wait for exactly the reads that will tell them.
@@ -521,11 +546,11 @@ impl Core {
     fn check_spill(&self) {
         let stats = self.stats();
         let ended: u64 = stats.spill.iter().sum();
-        let on_its_way = self.spill.len() as u64 + u64::from(self.flow.writes_in_flight);
+        let on_its_way = self.spill.len() as u64 + u64::from(self.flow.ssd.total().writes);
         assert_eq!(stats.spill_offered, ended + on_its_way, "offers to SSD");
         for page in self.spill.walk(&self.pages) {
             let Some(parent) = self.pages.parent(page) else { continue };
-            let goes = self.has_place_on_ssd(parent);
+            let goes = self.has_place_on_ssd(parent) || self.pages[parent].unsettled;
             assert!(goes, "waits for a write that cannot come: {:?}", self.pages[page]);
         }
     }

@@ -20,7 +20,17 @@ const CLEAN_PROBES_MAX: usize = 64;
 impl Core {
     pub(super) fn find(&self, namespace: NamespaceId, hash: &PageHash) -> Option<PageId> {
         let era = self.namespaces.get(namespace).forgets;
-        self.index.find(&self.pages, namespace, era, hash)
+        self.index.find(&self.pages, namespace, era, hash, |page| !self.is_cut_off(page))
+    }
+
+    /// Whether a page hangs on one that was dropped and only waits to be dropped itself.
+    pub(super) fn is_cut_off(&self, page: PageId) -> bool {
+        !self.unsettled.is_empty() && self.pages.is_cut_off(page, self.cuts)
+    }
+
+    /// Whether a page only waits to be dropped: nobody finds it, nothing is written of it.
+    pub(super) fn is_gone(&self, page: PageId) -> bool {
+        self.is_doomed(page) || self.is_cut_off(page)
     }
 
     /// Whether a page was forgotten and only waits to be dropped.
@@ -36,6 +46,7 @@ impl Core {
         hash: PageHash,
         parent: Option<PageId>,
     ) -> PageId {
+        debug_assert!(self.find(namespace, &hash).is_none());
         let era = self.namespaces.get(namespace).forgets;
         let page = self.index.insert(&mut self.pages, namespace, era, hash);
         if let Some(parent) = parent {
@@ -171,7 +182,8 @@ impl Core {
         self.touches += 1;
         let found = &mut self.pages[page];
         found.touched = self.touches;
-        if found.pins > 0 {
+        // One that left may still be the parent of others.
+        if found.pins > 0 || !found.indexed {
             return;
         }
         let (resident, namespace) = (found.is_resident(), found.namespace);
@@ -302,10 +314,9 @@ impl Core {
         }
     }
 
-    /// Takes a page that has no children out of every tier. What still touches it keeps its bytes
-    /// until it ends.
+    /// Takes a page out of every tier. What still touches it keeps its bytes until it ends. From
+    /// here on nobody finds what is below it, which is dropped in the turns that follow.
     pub(super) fn drop_page(&mut self, page: PageId, unwritten: SpillOutcome, out: &mut Effects) {
-        debug_assert!(self.pages.first_child(page).is_none());
         if !self.pages[page].indexed {
             return;
         }
@@ -331,10 +342,14 @@ impl Core {
         if self.config.report_drops {
             out.list.push(Effect::Dropped { hash });
         }
+        if self.pages.first_child(page).is_some() {
+            self.cuts += 1;
+            self.unsettle(page, unwritten);
+        }
         self.bury(page, out);
     }
 
-    /// Drops `page` and everything that cannot be restored without it, deepest first.
+    /// Drops `page` and everything that cannot be restored without it.
     pub(super) fn drop_subtree(
         &mut self,
         page: PageId,
@@ -342,19 +357,41 @@ impl Core {
         out: &mut Effects,
     ) {
         self.stats.subtree_drops += 1;
-        let mut at = page;
-        loop {
-            if let Some(child) = self.pages.first_child(at) {
-                at = child;
-                continue;
-            }
-            let parent = self.pages.parent(at);
-            self.drop_page(at, unwritten, out);
-            match parent {
-                Some(parent) if at != page => at = parent,
-                _ => return,
+        self.drop_page(page, unwritten, out);
+    }
+
+    /// Has the children of a page looked at in the turns that follow: it was dropped, or has no
+    /// place on SSD any more.
+    pub(super) fn unsettle(&mut self, page: PageId, unwritten: SpillOutcome) {
+        if !self.pages[page].unsettled {
+            self.unsettled.push((page, unwritten));
+        }
+        self.pages.unsettle(page);
+    }
+
+    /// Looks at one child of a page that has to do without its parent or without a place on SSD.
+    /// False when there is none.
+    pub(super) fn settle_one(&mut self, out: &mut Effects) -> bool {
+        let Some(&(page, unwritten)) = self.unsettled.last() else { return false };
+        let gone = !self.pages[page].indexed;
+        let child = if gone {
+            self.pages.first_child(page)
+        } else if self.has_place_on_ssd(page) {
+            // It was offered again.
+            None
+        } else {
+            self.pages.next_unsettled(page)
+        };
+        match child {
+            Some(child) if gone => self.drop_page(child, unwritten, out),
+            Some(child) => self.give_up_place(child, out),
+            None => {
+                self.unsettled.pop();
+                self.pages[page].unsettled = false;
+                self.bury(page, out);
             }
         }
+        true
     }
 
     /// Frees what an unfindable page still holds, once nothing pins or touches it.
@@ -365,7 +402,9 @@ impl Core {
         }
         self.detach_extent(page);
         self.detach_slot(page, false, out);
-        self.pages.remove(page);
+        if !self.pages[page].unsettled {
+            self.pages.remove(page);
+        }
     }
 
     /// Takes a page out of the recency list of its slot size.

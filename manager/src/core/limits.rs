@@ -13,22 +13,22 @@ pub const READ_WINDOW_BYTES: u64 = 4 << 20;
 pub const COPY_QUANTUM_BYTES: u64 = 1 << 20;
 /// Copy commands in flight a direction: with few, a cancel or a more urgent job waits for little.
 pub const COPIES_IN_FLIGHT_MAX: u32 = 4;
-/// SSD read commands in flight.
+/// Read commands in flight of one SSD device.
 pub const READS_IN_FLIGHT_MAX: u32 = 128;
 /// Bytes of SSD reads that the kernel has of one device, at least one page: enough for any drive, and
 /// what the kernel has cannot be taken back.
 pub const READS_IN_KERNEL_BYTES: u64 = 16 << 20;
-/// Bytes of SSD reads in flight, at least one page: what the kernel has, and half as much that is
+/// Bytes of reads in flight of one SSD device, at least one page: what the kernel has, and half as much that is
 /// being checked meanwhile (with no more than the kernel's 16 MiB, 1 MiB pages were read at 0.84 to
 /// 0.94 of a plain loop's speed, so at 0.96 and more).
 pub const READS_IN_FLIGHT_BYTES: u64 = 24 << 20;
-/// SSD write commands handed to the tier: enough small pages that the writer has a megabyte to sort
+/// Write commands handed to one SSD device: enough small pages that the writer has a megabyte to sort
 /// and join while as much is on its way back (1,024 instead of 256 pages of 4 KiB: 1.7 times as many
 /// are written before they are evicted).
 pub const WRITES_IN_FLIGHT_MAX: u32 = 1024;
-/// Bytes of SSD writes handed to the tier in a small pool, at least one page.
+/// Bytes of writes handed to all SSD devices of a small pool, at least one page each.
 const WRITES_IN_FLIGHT_BYTES_MIN: u64 = 8 << 20;
-/// Bytes of SSD writes handed to the tier in a large pool, at least one page: the 32 MiB that a lone
+/// Bytes of writes handed to one SSD device of a large pool, at least one page: the 32 MiB that a lone
 /// writer has in the kernel and some on their way there and back. Beside reads most of them wait in
 /// the tier.
 pub const WRITES_IN_FLIGHT_BYTES_MAX: u64 = 40 << 20;
@@ -45,7 +45,7 @@ pub const NAMESPACES_MAX: usize = 4096;
 pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;
 pub(super) const LEASE_INDEX_BITS: u32 = 20;
 
-/// Pages that forget and evict drop in one turn.
+/// Pages that are dropped in one turn for a forget, an evict or behind a page that was lost.
 pub const PAGES_DROPPED_PER_TURN: u32 = 1024;
 /// Pages found on SSD at start that one turn takes over: a fraction of a millisecond.
 pub const PAGES_RECOVERED_PER_TURN: u32 = 256;
@@ -65,13 +65,15 @@ pub const fn query_budget_bytes(dram_bytes: u64) -> u64 {
     dram_bytes / 2
 }
 
-/// Bytes of SSD writes handed to the tier of a pool of `dram_bytes`: nobody may evict those pages
-/// meanwhile, so more than the least only up to an eighth of it.
-pub const fn writes_in_flight_bytes(dram_bytes: u64) -> u64 {
-    match dram_bytes / 8 {
-        few if few < WRITES_IN_FLIGHT_BYTES_MIN => WRITES_IN_FLIGHT_BYTES_MIN,
+/// Bytes of writes handed to each of some SSD devices of a pool of `dram_bytes`: nobody may evict those
+/// pages meanwhile, so all devices together get more than the least only up to an eighth of it.
+pub const fn writes_in_flight_bytes(dram_bytes: u64, devices: u64) -> u64 {
+    let devices = if devices == 0 { 1 } else { devices };
+    let eighth = dram_bytes / 8;
+    let all = if eighth < WRITES_IN_FLIGHT_BYTES_MIN { WRITES_IN_FLIGHT_BYTES_MIN } else { eighth };
+    match all / devices {
         many if many > WRITES_IN_FLIGHT_BYTES_MAX => WRITES_IN_FLIGHT_BYTES_MAX,
-        eighth => eighth,
+        share => share,
     }
 }
 

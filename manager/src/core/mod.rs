@@ -11,6 +11,7 @@
 //! | `namespace`, `session`, `lease` | whose pages, who is attached, who holds what |
 //! | `admission`, `query` | what a query may lease and what it waits for |
 //! | `save`, `restore`, `flow` | what is copied and read next, in fair turns |
+//! | `in_flight` | how much each SSD device has in hand, and who waits for it |
 //! | `spill`, `history`, `write_budget` | what is written to SSD and how much, and what was here before |
 //! | `recover` | what is found on SSD again |
 //! | `limits` | the bounds of all of these |
@@ -24,6 +25,7 @@ mod extents;
 mod flow;
 mod geometry;
 mod history;
+mod in_flight;
 mod index;
 mod job;
 mod laws;
@@ -53,7 +55,7 @@ use orbitkv_shm_protocol::record::{
 use admission::Budget;
 use flow::Flow;
 use history::History;
-use index::{Index, PageSlab};
+use index::{Index, PageId, PageSlab};
 use job::{JobRef, Jobs};
 use lease::Leases;
 use namespace::{NamespaceId, Namespaces};
@@ -63,7 +65,9 @@ use session::{Session, Sessions};
 use slots::Slots;
 use write_budget::WriteBudget;
 
-pub use effect::{CopyPage, Direction, Effect, Effects, Extent, ImageIdentity, PeerFault, Slot};
+pub use effect::{
+    CopyPage, Direction, Effect, Effects, Extent, GENERATIONS_END, ImageIdentity, PeerFault, Slot,
+};
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
 pub use extents::{Extents, UNIT_BYTES};
 pub use geometry::{FOOTER_BYTES, RegionGeometry};
@@ -102,13 +106,13 @@ pub struct CoreConfig {
     pub copy_quantum_bytes: u64,
     /// Bytes that one operation may have read ahead of its copies or its answer, at least one page.
     pub read_window_bytes: u64,
-    /// Bytes of SSD reads in flight, at least one page.
+    /// Bytes of reads in flight of one SSD device, at least one page.
     pub reads_in_flight_bytes: u64,
-    /// SSD read commands in flight.
+    /// Read commands in flight of one SSD device.
     pub reads_in_flight_max: u32,
-    /// Bytes of SSD writes handed to the tier, at least one page.
+    /// Bytes of writes handed to one SSD device, at least one page.
     pub writes_in_flight_bytes: u64,
-    /// SSD write commands handed to the tier.
+    /// Write commands handed to one SSD device.
     pub writes_in_flight_max: u32,
     /// What enters the spill set.
     pub spill_policy: SpillPolicy,
@@ -122,7 +126,7 @@ pub struct CoreConfig {
     pub scopes_per_session_max: usize,
     /// Most regions of one session at a time.
     pub regions_per_session_max: usize,
-    /// Most pages that one turn drops for a forget, or looks at for an eviction of everything.
+    /// Most pages that one turn drops for a forget or behind a lost page, or looks at for an eviction of everything.
     pub pages_dropped_per_turn: u32,
     /// Most pages found on SSD that one turn takes over.
     pub pages_recovered_per_turn: u32,
@@ -131,7 +135,7 @@ pub struct CoreConfig {
 }
 
 impl CoreConfig {
-    /// Defaults for a pool of `dram_bytes` without SSD: query budget half of it, speculative a
+    /// Defaults for a pool of `dram_bytes` and at most one SSD device: query budget half of it, speculative a
     /// quarter of that, sessions up to the query budget.
     pub fn with_dram(dram_bytes: u64) -> Self {
         let query_budget_bytes = limits::query_budget_bytes(dram_bytes);
@@ -149,7 +153,7 @@ impl CoreConfig {
             read_window_bytes: limits::READ_WINDOW_BYTES,
             reads_in_flight_bytes: limits::READS_IN_FLIGHT_BYTES,
             reads_in_flight_max: limits::READS_IN_FLIGHT_MAX,
-            writes_in_flight_bytes: limits::writes_in_flight_bytes(dram_bytes),
+            writes_in_flight_bytes: limits::writes_in_flight_bytes(dram_bytes, 1),
             writes_in_flight_max: limits::WRITES_IN_FLIGHT_MAX,
             spill_policy: SpillPolicy::All,
             write_budget_bytes_a_day: None,
@@ -174,6 +178,8 @@ pub struct Core {
     slots: Slots,
     /// While the slots are not all known.
     recovery: Option<Recovery>,
+    /// See [`take_used_up`](Self::take_used_up).
+    used_up: Option<Recovered>,
     namespaces: Namespaces,
     sessions: Sessions,
     leases: Leases,
@@ -203,6 +209,11 @@ pub struct Core {
     guard: u64,
     /// Namespaces with forgotten pages that wait to be dropped.
     doomed: Vec<NamespaceId>,
+    /// Pages whose children wait to be dropped or to lose their place on SSD, with what is counted
+    /// of those that wait to be written.
+    unsettled: Vec<(PageId, SpillOutcome)>,
+    /// Counts dropped pages with children, from 1.
+    cuts: u64,
     /// Sessions whose last lease ended through somebody else: their drains may end.
     rested: Vec<SessionId>,
     /// Earliest deadline of any job; may be too early, never too late.
@@ -229,12 +240,13 @@ impl Core {
             extents: Extents::new(&config.arena_bytes),
             slots,
             recovery: None,
+            used_up: None,
             history: History::new(history_bytes, config.hash_seed),
             namespaces: Namespaces::default(),
             sessions: Sessions::default(),
             leases: Leases::new(),
             jobs: Jobs::default(),
-            flow: Flow::default(),
+            flow: Flow::new(&config),
             budget,
             dram: Recency::new(ListKind::Dram),
             spill: Recency::new(ListKind::Spill),
@@ -248,6 +260,8 @@ impl Core {
             reclaim_after: 0,
             guard: 0,
             doomed: Vec::new(),
+            unsettled: Vec::new(),
+            cuts: 1,
             rested: Vec::new(),
             next_deadline: Nanos::MAX,
             found: query::Found::default(),
@@ -290,16 +304,17 @@ impl Core {
     /// Orders as many copies, reads and writes as may be in flight.
     pub fn pump(&mut self, now: Nanos, out: &mut Effects) {
         self.drop_forgotten(out);
-        self.advance_recovery();
+        self.advance_recovery(out);
         self.pump_reads(now, out);
         self.pump_copies(now, out);
         self.pump_writes(now, out);
         self.end_drains(now, out);
     }
 
-    /// Whether forgotten pages wait for another [`pump`](Self::pump) to be dropped.
+    /// Whether forgotten pages, or such as hang on a lost one, wait for another
+    /// [`pump`](Self::pump) to be dropped.
     pub fn has_forgotten_pages(&self) -> bool {
-        !self.doomed.is_empty()
+        !self.doomed.is_empty() || !self.unsettled.is_empty()
     }
 
     fn request(

@@ -39,17 +39,27 @@ pub struct Recovered {
     by_namespace: HashMap<NamespaceFingerprint, u64>,
     last_generation: u64,
     lost: Vec<u16>,
+    unread: Vec<Slot>,
 }
 
 impl Recovered {
     /// `last_generation` is the highest that was seen or recorded anywhere. The slots of the `lost`
     /// devices stay unknown: they are neither read nor written.
     pub fn new(pages: Vec<RecoveredPage>, last_generation: u64, lost: Vec<u16>) -> Self {
+        let (pages, winners) = in_order(pages);
         let mut by_namespace: HashMap<_, u64> = HashMap::new();
-        for page in &pages {
+        for page in &pages[..winners] {
             *by_namespace.entry(page.image.namespace).or_default() += 1;
         }
-        Self { pages: in_order(pages), by_namespace, last_generation, lost }
+        let unread = Vec::new();
+        Self { pages, by_namespace, last_generation, lost, unread }
+    }
+
+    /// The slots whose footers could not be read: they are retired, so that the next start need not
+    /// fail to read them again.
+    #[must_use]
+    pub fn with_unread(self, unread: Vec<Slot>) -> Self {
+        Self { unread, ..self }
     }
 
     /// The pages, in order.
@@ -64,27 +74,33 @@ impl Recovered {
 }
 
 /// Hottest chain first, each from its root, each page once: recency built from its hot end. The
-/// generation of its deepest page is a chain's age.
-fn in_order(mut pages: Vec<RecoveredPage>) -> Vec<RecoveredPage> {
+/// generation of its deepest page is a chain's age. Behind so many that stand for their keys come
+/// older slots of the same keys.
+fn in_order(mut pages: Vec<RecoveredPage>) -> (Vec<RecoveredPage>, usize) {
     pages.sort_unstable_by_key(|page| std::cmp::Reverse(page.image.generation));
     let mut places = HashMap::with_capacity(pages.len());
+    let mut wins = Vec::with_capacity(pages.len());
     for (at, page) in pages.iter().enumerate() {
         // Of two slots with one key the younger: it comes first.
-        places.entry((page.image.namespace, page.image.hash.0)).or_insert(at);
+        let place = places.entry((page.image.namespace, page.image.hash.0)).or_insert(at);
+        wins.push(*place == at);
     }
     let parent_of = |page: &RecoveredPage| {
         let parent = page.image.parent?;
         places.get(&(page.image.namespace, parent.0)).copied()
     };
     let mut has_child = vec![false; pages.len()];
-    for parent in pages.iter().filter_map(parent_of) {
-        has_child[parent] = true;
+    for (at, page) in pages.iter().enumerate() {
+        if let Some(parent) = parent_of(page).filter(|_| wins[at]) {
+            has_child[parent] = true;
+        }
     }
     let mut order = Vec::with_capacity(pages.len());
     let mut placed = vec![false; pages.len()];
-    let leaves = (0..pages.len()).filter(|&at| !has_child[at]);
-    // What is left after the leaves are cycles: no chains, but counted like all else.
-    for first in leaves.chain(0..pages.len()) {
+    let winners = || (0..pages.len()).filter(|&at| wins[at]);
+    let leaves = winners().filter(|&at| !has_child[at]);
+    // What is left of the winners after the leaves are cycles: no chains, but counted like all else.
+    for first in leaves.chain(winners()).chain(0..pages.len()) {
         let start = order.len();
         let mut next = Some(first);
         while let Some(at) = next.filter(|&at| !placed[at]) {
@@ -94,7 +110,7 @@ fn in_order(mut pages: Vec<RecoveredPage>) -> Vec<RecoveredPage> {
         }
         order[start..].reverse();
     }
-    order
+    (order, places.len())
 }
 
 /// A recovery that is under way.
@@ -108,6 +124,8 @@ pub(super) struct Recovery {
     forgotten: HashSet<NamespaceId>,
     /// Forgets that wait for their generation.
     waiting: Vec<WaitingForget>,
+    /// How many of the unread slots are retired.
+    retired: usize,
     /// The next region whose free slots are to be listed.
     settled: (usize, usize),
     /// The last touch that was given to a page.
@@ -129,7 +147,9 @@ impl Core {
         if self.slots.is_empty() {
             return;
         }
-        self.slots.begin_census();
+        let slots = self.slots.begin_census();
+        // Now, while there is nothing to move: a turn has no time for that.
+        self.index.reserve(&mut self.pages, slots);
         self.touches += TOUCHES_OF_RECOVERED;
         let touched = self.touches;
         self.recovery = Some(Recovery { touched, ..Recovery::default() });
@@ -138,6 +158,11 @@ impl Core {
     /// Whether the SSD tier takes no writes yet, because not all of it is known.
     pub fn is_recovering(&self) -> bool {
         self.recovery.is_some()
+    }
+
+    /// Whether it is not known yet what is on SSD.
+    pub(super) fn is_in_census(&self) -> bool {
+        self.recovery.as_ref().is_some_and(|recovery| recovery.found.is_none())
     }
 
     /// Whether found pages wait for another [`pump`](Self::pump) to be taken over.
@@ -150,7 +175,6 @@ impl Core {
         let Some(recovery) = &mut self.recovery else { return };
         debug_assert!(recovery.found.is_none(), "one census a start");
         self.slots.end_census(found.last_generation, &found.lost);
-        self.index.reserve(&mut self.pages, found.pages.len());
         let waiting = std::mem::take(&mut recovery.waiting);
         recovery.found = Some(found);
         for WaitingForget { ticket, job, namespace } in waiting {
@@ -192,7 +216,8 @@ impl Core {
     }
 
     /// Pages of a namespace that were found and not yet dealt with, and their bytes; each is told
-    /// once.
+    /// once. One that was saved again meanwhile is among them too, as its other copy: which those
+    /// are is known only when they are dealt with, and a forget does not wait for that.
     fn found_of(&mut self, namespace: NamespaceId) -> (u64, u64) {
         let of = self.namespaces.get(namespace);
         let found = self.recovery.as_mut().and_then(|recovery| recovery.found.as_mut());
@@ -201,16 +226,30 @@ impl Core {
         (pages, pages * u64::from(of.image_bytes))
     }
 
+    /// What was found, once all of it is taken over: large, and of no more use.
+    pub fn take_used_up(&mut self) -> Option<Recovered> {
+        self.used_up.take()
+    }
+
     /// Takes over a bounded number of found pages; after the last the tier is in use.
-    pub(super) fn advance_recovery(&mut self) {
+    pub(super) fn advance_recovery(&mut self, out: &mut Effects) {
         if !self.has_recovered_pages() {
             return;
         }
         let Some(mut recovery) = self.recovery.take() else { return };
         let Some(mut found) = recovery.found.take() else { return };
         for _ in 0..self.config.pages_recovered_per_turn {
+            if let Some(&slot) = found.unread.get(recovery.retired) {
+                recovery.retired += 1;
+                if self.slots.retire_unread(slot) {
+                    self.stats.slots_retired += 1;
+                    out.list.push(Effect::RetireSlot { slot });
+                }
+                continue;
+            }
             let Some(page) = found.pages.get(recovery.next) else {
                 if self.slots.settle(&mut recovery.settled, SLOTS_SETTLED_PER_TURN) {
+                    self.used_up = Some(found);
                     return;
                 }
                 break;

@@ -5,7 +5,8 @@ use orbitkv_shm_protocol::record::{Code, Completion, PageEntry, PageOutcome, Tie
 
 use super::effect::Effects;
 use super::event::{IoFault, Nanos};
-use super::flow::ReadStart;
+use super::flow::{ReadStart, ReadTurn};
+use super::in_flight::Urgency;
 use super::job::{Entry, EntryState, JobRef, Stage};
 use super::query::charge;
 use super::stats::LeaseEnd;
@@ -145,16 +146,19 @@ impl Core {
         self.queue_copy(reference);
     }
 
-    /// Orders the next read of a restore. True when it may have another.
+    /// Orders the next read of a restore.
     pub(super) fn issue_restore_read(
         &mut self,
         now: Nanos,
         reference: JobRef,
+        urgency: Urgency,
         out: &mut Effects,
-    ) -> bool {
+    ) -> ReadTurn {
         let window = self.config.read_window_bytes;
-        let Some(job) = self.jobs.get_mut(reference) else { return false };
-        let Stage::Restore { next_read, window_bytes, .. } = &mut job.stage else { return false };
+        let Some(job) = self.jobs.get_mut(reference) else { return ReadTurn::Over };
+        let Stage::Restore { next_read, window_bytes, .. } = &mut job.stage else {
+            return ReadTurn::Over;
+        };
         let before = *next_read;
         while job
             .entries
@@ -169,37 +173,38 @@ impl Core {
             // Somebody else brought pages in that were on SSD only.
             self.queue_copy(reference);
         }
-        let Some(page) = page else { return false };
+        let Some(page) = page else { return ReadTurn::Over };
         let bytes = charge(self.namespaces.get(self.pages[page].namespace).image_bytes);
         if window_bytes > 0 && window_bytes + bytes > window {
-            return false;
+            return ReadTurn::Over;
         }
-        let started = self.read_page(page, out);
-        let Some(job) = self.jobs.get_mut(reference) else { return false };
+        let started = self.read_page(page, urgency, out);
+        let Some(job) = self.jobs.get_mut(reference) else { return ReadTurn::Over };
         let Stage::Restore { next_read, reading, window_bytes, waits_for_memory, .. } =
             &mut job.stage
         else {
-            return false;
+            return ReadTurn::Over;
         };
         match started {
-            ReadStart::Resident => true,
+            ReadStart::Resident => ReadTurn::More,
             ReadStart::Waits => {
                 *next_read += 1;
                 *reading += 1;
                 *window_bytes += bytes;
                 self.wait_for_page(page, reference, position);
-                true
+                ReadTurn::More
             }
             ReadStart::NoMemory => {
                 *waits_for_memory = true;
                 self.flow.starved.push_back(reference);
-                false
+                ReadTurn::Over
             }
             ReadStart::Gone => {
                 self.cut_restore(reference, position);
                 self.restore_may_end(now, reference, out);
-                false
+                ReadTurn::Over
             }
+            ReadStart::NoRoom(device) => ReadTurn::NoRoom(device),
         }
     }
 
@@ -353,7 +358,7 @@ impl Core {
         let found = |entry: &Entry| namespace.and_then(|of| self.find(of, &entry.hash));
         let deepest = if streaming { entries.iter().rev().find_map(found) } else { None };
         self.touch_upwards(deepest, 0);
-        if deepest.is_none() || head.is_some_and(|head| self.is_doomed(head)) {
+        if deepest.is_none() || head.is_some_and(|head| self.is_gone(head)) {
             self.touch_upwards(head, 0);
         }
         let named_bytes = if keep { 0 } else { entries.len() as u64 * unit_bytes };

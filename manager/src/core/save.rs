@@ -296,7 +296,7 @@ impl Core {
         for page in pinned.drain(..).rev() {
             self.unpin(page, out);
             // No lookup finds it below when it was forgotten meanwhile.
-            if self.pages[page].indexed && self.is_doomed(page) {
+            if self.pages[page].indexed && self.is_gone(page) {
                 self.touch_upwards(Some(page), 0);
             }
         }

@@ -1,6 +1,6 @@
 //! SSD slots: which region has which slot size, which slots are free, which page is coldest.
 
-use super::effect::Slot;
+use super::effect::{GENERATIONS_END, Slot};
 use super::geometry::RegionGeometry;
 use super::index::{PageId, PageSlab};
 use super::replacement::{ListKind, Recency};
@@ -211,12 +211,17 @@ impl Slots {
     }
 
     /// A free slot, from a region that has one or from an unused region. Devices take turns by the
-    /// space that they have left: all of them are busy, and all are full at the same time.
-    pub(super) fn allocate(&mut self, slot_bytes: u32) -> Option<Allocation> {
+    /// space that they have left: all of them are busy, and all are full at the same time. One for
+    /// which `has_room` says no is passed over: it has enough to write.
+    pub(super) fn allocate(
+        &mut self,
+        slot_bytes: u32,
+        has_room: impl Fn(u16) -> bool,
+    ) -> Option<Allocation> {
         let class = self.class_index(slot_bytes);
         let (mut number, mut left) = self.run;
-        if left == 0 || !self.can_give(class, number) {
-            number = self.next_turn(class)?;
+        if left == 0 || !has_room(number as u16) || !self.can_give(class, number) {
+            number = self.next_turn(class, has_room)?;
             left = RUN_BYTES;
         }
         self.run = (number, left.saturating_sub(slot_bytes.into()));
@@ -269,11 +274,11 @@ impl Slots {
     }
 
     /// The device whose share of free space is furthest behind its share of the runs.
-    fn next_turn(&mut self, class: usize) -> Option<usize> {
+    fn next_turn(&mut self, class: usize, has_room: impl Fn(u16) -> bool) -> Option<usize> {
         let mut all = 0;
         let mut next: Option<usize> = None;
         for number in 0..self.devices.len() {
-            if !self.can_give(class, number) {
+            if !has_room(number as u16) || !self.can_give(class, number) {
                 continue;
             }
             let free = i128::from(self.devices[number].free_bytes());
@@ -295,19 +300,25 @@ impl Slots {
         }
     }
 
-    /// No slot is known to be free until [`settle`](Self::settle) says so.
-    pub(super) fn begin_census(&mut self) {
+    /// No slot is known to be free until [`settle`](Self::settle) says so. Returns how many may hold
+    /// a page.
+    pub(super) fn begin_census(&mut self) -> usize {
+        let mut unread = 0;
         for region in self.devices.iter_mut().flat_map(|device| &mut device.regions) {
             region.free.clear();
             let free = region.owners.iter_mut().filter(|owner| **owner == FREE);
-            free.for_each(|owner| *owner = UNREAD);
+            free.for_each(|owner| {
+                *owner = UNREAD;
+                unread += 1;
+            });
         }
+        unread
     }
 
     /// Every slot was read but those of the `lost` devices. Generations go on above
     /// `last_generation`.
     pub(super) fn end_census(&mut self, last_generation: u64, lost: &[u16]) {
-        self.next_generation = self.next_generation.max(last_generation.saturating_add(1));
+        self.next_generation = self.next_generation.max(last_generation.min(GENERATIONS_END) + 1);
         for &number in lost {
             if let Some(device) = self.devices.get_mut(usize::from(number)) {
                 (device.lost, device.intake) = (true, Intake::Nothing);
@@ -336,6 +347,16 @@ impl Slots {
         device.used_slots += 1;
         let class = self.class_index(slot.bytes);
         self.classes[class].used += 1;
+    }
+
+    /// Takes a slot that is [unread](Self::is_unread) out of use for ever. False for any other.
+    pub(super) fn retire_unread(&mut self, slot: Slot) -> bool {
+        let is_unread = self.is_unread(slot);
+        if let Some(owner) = self.owner_mut(slot).filter(|_| is_unread) {
+            *owner = RETIRED;
+            self.devices[usize::from(slot.device)].retired_bytes += u64::from(slot.bytes);
+        }
+        is_unread
     }
 
     /// Lists the unread slots of the next regions as free, one region at least and then up to
@@ -613,7 +634,7 @@ mod tests {
         let layout = device(65_536 + (5 << 20), 2 << 20);
         let mut slots = Slots::new(&[layout]);
         let mut seen = Vec::new();
-        while let Some(allocation) = slots.allocate(slot_bytes(130_000)) {
+        while let Some(allocation) = slots.allocate(slot_bytes(130_000), |_| true) {
             let Slot { offset, bytes, .. } = allocation.slot;
             assert!(offset >= 65_536 && offset + u64::from(bytes) <= 65_536 + (5 << 20));
             assert!(seen.iter().all(|&(other, len): &(u64, u32)| {
@@ -629,11 +650,19 @@ mod tests {
     #[test]
     fn consecutive_slots_are_adjacent_so_that_writes_coalesce() {
         let mut slots = Slots::new(&[device(1 << 30, 64 << 20)]);
-        let first = slots.allocate(8192).unwrap();
-        let second = slots.allocate(8192).unwrap();
+        let first = slots.allocate(8192, |_| true).unwrap();
+        let second = slots.allocate(8192, |_| true).unwrap();
         assert_eq!(first.first_of_region, Some(0));
         assert_eq!(second.first_of_region, None);
         assert_eq!(second.slot.offset, first.slot.offset + 8192);
+    }
+
+    #[test]
+    fn whatever_a_census_says_generations_have_a_next_one() {
+        let mut slots = Slots::new(&[]);
+        slots.end_census(u64::MAX, &[]);
+        assert_eq!(slots.take_generation(), GENERATIONS_END + 1);
+        assert_eq!(slots.take_generation(), GENERATIONS_END + 2);
     }
 
     #[test]
@@ -643,13 +672,13 @@ mod tests {
         layout.retired = vec![65_536 + 262_144];
         let mut slots = Slots::new(&[layout]);
         let mut offsets = Vec::new();
-        while let Some(allocation) = slots.allocate(262_144) {
+        while let Some(allocation) = slots.allocate(262_144, |_| true) {
             offsets.push(allocation.slot.offset);
         }
         assert_eq!(offsets, [65_536, 65_536 + 524_288, 65_536 + 786_432]);
         let slot = Slot { device: 0, offset: offsets[0], bytes: 262_144 };
         slots.retire(slot);
-        assert_eq!(slots.allocate(262_144), None);
+        assert_eq!(slots.allocate(262_144, |_| true), None);
     }
 
     /// Two files share what comes in while it comes in, in whole runs, and one that is ahead waits.
@@ -661,7 +690,7 @@ mod tests {
         let per_run = (RUN_BYTES as usize).div_ceil(bytes as usize);
         let mut order = Vec::new();
         for _ in 0..12 * per_run {
-            let slot = slots.allocate(bytes).unwrap().slot;
+            let slot = slots.allocate(bytes, |_| true).unwrap().slot;
             order.push(slot.device);
         }
         assert!(order.chunks(per_run).all(|run| run.iter().all(|&at| at == run[0])), "{order:?}");
@@ -671,21 +700,21 @@ mod tests {
         // One that was away has more room and gets more, not all.
         slots.set_intake(1, Intake::Nothing);
         for _ in 0..16 * per_run {
-            assert_eq!(slots.allocate(bytes).unwrap().slot.device, 0);
+            assert_eq!(slots.allocate(bytes, |_| true).unwrap().slot.device, 0);
         }
         slots.set_intake(1, Intake::All);
         let mut counts = [0, 0];
         for _ in 0..12 * per_run {
-            counts[usize::from(slots.allocate(bytes).unwrap().slot.device)] += 1;
+            counts[usize::from(slots.allocate(bytes, |_| true).unwrap().slot.device)] += 1;
         }
         assert!(counts[0] > 0 && counts[1] > 0, "{counts:?}");
-        while let Some(allocation) = slots.allocate(bytes) {
+        while let Some(allocation) = slots.allocate(bytes, |_| true) {
             counts[usize::from(allocation.slot.device)] += 1;
         }
         assert!(!slots.has_free(bytes));
         slots.free(Slot { device: 1, offset: 65_536, bytes });
         assert!(slots.has_free(bytes));
-        let again = slots.allocate(bytes).unwrap().slot;
+        let again = slots.allocate(bytes, |_| true).unwrap().slot;
         assert_eq!((again.device, again.offset), (1, 65_536));
         slots.check(|_, _| {});
     }
@@ -696,11 +725,11 @@ mod tests {
         let mut slots = Slots::new(&both);
         slots.set_intake(0, Intake::Nothing);
         for _ in 0..20 {
-            assert_eq!(slots.allocate(8192).unwrap().slot.device, 1);
+            assert_eq!(slots.allocate(8192, |_| true).unwrap().slot.device, 1);
         }
         slots.set_intake(1, Intake::Nothing);
-        assert_eq!(slots.allocate(8192), None);
+        assert_eq!(slots.allocate(8192, |_| true), None);
         slots.set_intake(1, Intake::All);
-        assert!(slots.allocate(8192).is_some());
+        assert!(slots.allocate(8192, |_| true).is_some());
     }
 }

@@ -59,9 +59,11 @@ impl Core {
         let found = &self.pages[page];
         let known = self.history.take(found.namespace, found.era, &found.hash);
         let bytes = slot_bytes(self.namespaces.get(found.namespace).image_bytes);
-        known
-            || found.hits > 0
-            || (self.spill_bytes < self.config.writes_in_flight_bytes && self.slots.has_free(bytes))
+        let wanted = known || found.hits > 0;
+        let hardly_any_waits = self.spill_bytes < self.config.writes_in_flight_bytes;
+        // Which slots are free is not known before a restart has found everything again: the bound
+        // on what waits is all that it can cost.
+        wanted || (hardly_any_waits && (self.is_recovering() || self.slots.has_free(bytes)))
     }
 
     /// Offers a page that a query has hit, when the policy waited for that.
@@ -139,9 +141,8 @@ impl Core {
         if self.is_over_write_budget() {
             return false;
         }
-        self.flow.writes_in_flight == 0
-            || (self.flow.writes_in_flight < self.config.writes_in_flight_max
-                && self.flow.writes_bytes < self.config.writes_in_flight_bytes)
+        let ssd = &self.flow.ssd;
+        ssd.numbers().any(|at| self.slots.accepts_writes(at) && ssd.has_write_room(at))
     }
 
     /// The topmost waiting ancestor of the coldest page of the set, with its slot size.
@@ -151,8 +152,8 @@ impl Core {
             let page = next?;
             let namespace = self.pages[page].namespace;
             let bytes = slot_bytes(self.namespaces.get(namespace).image_bytes);
-            // What was forgotten is being dropped; a write would outlive the forget's record.
-            if full.contains(&bytes) || self.is_doomed(page) {
+            // What was forgotten or lost its parent is being dropped; a write would outlive that.
+            if full.contains(&bytes) || self.is_gone(page) {
                 next = self.spill.hotter(&self.pages, page);
                 continue;
             }
@@ -161,6 +162,11 @@ impl Core {
                 && self.spill.contains(&self.pages, parent)
             {
                 top = parent;
+            }
+            // What is above it did not get to SSD: it waits for the same.
+            if self.pages.parent(top).is_some_and(|parent| !self.has_place_on_ssd(parent)) {
+                next = self.spill.hotter(&self.pages, page);
+                continue;
             }
             return Some((top, bytes));
         }
@@ -195,23 +201,27 @@ impl Core {
         found.io += 1;
         found.writing = true;
         let bytes = charge(image_bytes);
-        self.flow.writes_in_flight += 1;
-        self.flow.writes_bytes += bytes;
+        self.flow.ssd.start_write(slot.device, bytes);
         let ticket = self.flow.start(Work::Write { page, slot, image, bytes });
         out.list.push(Effect::Write { ticket, extent, slot, image });
         true
     }
 
-    /// A slot for `page`: a free one, else one of a colder region of another size, else that of the
-    /// coldest page of its size.
+    /// A slot for `page` on a device that may have another write: a free one, else one of a colder
+    /// region of another size, else that of the coldest page of its size. Nothing is given up while
+    /// there are free ones on a device that has enough to do.
     fn take_slot(&mut self, page: PageId, bytes: u32, out: &mut Effects) -> Option<Slot> {
         loop {
-            if let Some(allocation) = self.slots.allocate(bytes) {
+            let has_room = |device| self.flow.ssd.has_write_room(device);
+            if let Some(allocation) = self.slots.allocate(bytes, has_room) {
                 if let Some(region) = allocation.first_of_region {
                     let device = allocation.slot.device;
                     out.list.push(Effect::RecordRegion { device, region, slot_bytes: bytes });
                 }
                 return Some(allocation.slot);
+            }
+            if self.slots.has_free(bytes) {
+                return None;
             }
             let victim = self.slot_victim(page, bytes);
             if self.reclaim_colder(page, victim, bytes, out) {
@@ -238,7 +248,10 @@ impl Core {
         let before = of_victim.min(self.pages[page].touched);
         let mut looks = RECLAIM_PAGES_MAX;
         let evictable = |page: PageId| {
-            self.pages[page].touched < before && self.subtree_may_go(page, &mut looks)
+            let found = &self.pages[page];
+            found.slot.is_some_and(|slot| self.flow.ssd.has_write_room(slot.device))
+                && found.touched < before
+                && self.subtree_may_go(page, &mut looks)
         };
         let found = self.slots.reclaimable_region(&self.pages, bytes, evictable);
         let Some((device, region, residents)) = found else { return false };
@@ -277,11 +290,13 @@ impl Core {
         resident
     }
 
-    /// Whether a page has a slot to lose, one that another image could use: untouched, and either
+    /// Whether a page has a slot to lose, one that another image could use now: untouched, and either
     /// without descendants or in DRAM too and without any that need it on SSD.
     fn slot_may_go(&self, page: PageId) -> bool {
         let found = &self.pages[page];
-        let useful = found.slot.is_some_and(|slot| self.slots.accepts_writes(slot.device));
+        let useful = found.slot.is_some_and(|slot| {
+            self.slots.accepts_writes(slot.device) && self.flow.ssd.has_write_room(slot.device)
+        });
         if !useful || found.pins > 0 || found.io > 0 {
             return false;
         }
@@ -330,8 +345,7 @@ impl Core {
         out: &mut Effects,
     ) {
         let Work::Write { page, slot, image, bytes } = self.flow.end(ticket) else { return };
-        self.flow.writes_in_flight -= 1;
-        self.flow.writes_bytes -= bytes;
+        self.flow.ssd.end_write(slot.device, bytes);
         self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.writing = false;
@@ -350,7 +364,7 @@ impl Core {
                 self.stats.spilled(SpillOutcome::Failed);
                 self.stats.ssd_bytes_written += bytes;
                 self.end_slot(slot, false, out);
-                self.give_up_below(page, out);
+                self.give_up_below(page);
             }
             Some(IoFault::Off) => {
                 self.stats.ssd_write_errors[IoFault::Off.index()] += 1;
@@ -363,7 +377,7 @@ impl Core {
                     self.wait_again(page);
                 } else {
                     self.stats.spilled(SpillOutcome::Failed);
-                    self.give_up_below(page, out);
+                    self.give_up_below(page);
                 }
             }
             Some(fault) => {
@@ -371,7 +385,7 @@ impl Core {
                 self.stats.ssd_write_errors[fault.index()] += 1;
                 let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
                 self.end_slot(slot, retire, out);
-                self.give_up_below(page, out);
+                self.give_up_below(page);
             }
         }
         if !self.pages[page].indexed {
@@ -387,25 +401,27 @@ impl Core {
         self.spill.place_coldest(&mut self.pages, page);
     }
 
-    /// Takes what is below a page that did not get to SSD away from there.
-    fn give_up_below(&mut self, page: PageId, out: &mut Effects) {
-        let mut next = self.pages.first_child(page);
-        while let Some(at) = next {
-            if self.leave_spill(at) {
-                self.stats.spilled(SpillOutcome::Failed);
-            }
-            if self.pages[at].slot.is_some() && !self.pages[at].is_resident() {
-                next = self.pages.next_beside(at, page);
-                self.drop_subtree(at, SpillOutcome::Failed, out);
-                continue;
-            }
-            self.detach_slot(at, false, out);
-            // What is being written is looked at when its write ends.
-            next = if self.pages[at].writing {
-                self.pages.next_beside(at, page)
-            } else {
-                self.pages.next_below(at, page)
-            };
+    /// Takes what is below a page that did not get to SSD away from there, in the turns that follow.
+    fn give_up_below(&mut self, page: PageId) {
+        if self.pages.first_child(page).is_some() {
+            self.unsettle(page, SpillOutcome::Failed);
+        }
+    }
+
+    /// Takes a page whose parent did not get to SSD away from there.
+    pub(super) fn give_up_place(&mut self, page: PageId, out: &mut Effects) {
+        let waited = self.leave_spill(page);
+        if waited {
+            self.stats.spilled(SpillOutcome::Failed);
+        }
+        let has_slot = self.pages[page].slot.is_some();
+        if has_slot && !self.pages[page].is_resident() {
+            return self.drop_subtree(page, SpillOutcome::Failed, out);
+        }
+        self.detach_slot(page, false, out);
+        // What is being written is looked at when its write ends.
+        if waited || has_slot {
+            self.give_up_below(page);
         }
     }
 }

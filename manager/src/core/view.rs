@@ -6,6 +6,7 @@ use orbitkv_shm_protocol::record::RequestKind;
 use super::Core;
 use super::effect::Effects;
 use super::event::Nanos;
+use super::in_flight::InFlight;
 use super::index::PageId;
 use super::job::Stage;
 use super::slots::Intake;
@@ -87,6 +88,7 @@ impl Core {
 
     /// What is held now.
     pub fn gauges(&self) -> Gauges {
+        let in_flight = self.flow.ssd.total();
         Gauges {
             pool_capacity_bytes: self.extents.capacity_bytes(),
             pool_used_bytes: self.extents.capacity_bytes() - self.extents.free_bytes(),
@@ -107,9 +109,9 @@ impl Core {
             history_keys: self.history.len() as u64,
             namespaces: self.namespaces.len() as u64,
             operations: self.jobs.len() as u64,
-            reads_in_flight: self.flow.reads_in_flight.into(),
-            writes_in_flight: self.flow.writes_in_flight.into(),
-            writes_in_flight_bytes: self.flow.writes_bytes,
+            reads_in_flight: in_flight.reads.into(),
+            writes_in_flight: in_flight.writes.into(),
+            writes_in_flight_bytes: in_flight.write_bytes,
             copies_in_flight: self.flow.copies_in_flight().into(),
             sessions: self.sessions.len() as u64,
         }
@@ -143,20 +145,22 @@ impl Core {
 
     /// Whether every offered page has its outcome and no write is in flight.
     pub fn spill_is_drained(&self) -> bool {
-        self.spill.is_empty() && self.flow.writes_in_flight == 0
+        self.spill.is_empty() && self.flow.ssd.total().writes == 0
     }
 
-    /// Whether a page that waits to be written can be: some device takes writes, and the write
-    /// budget is not used up.
+    /// Whether a page that waits to be written can be: it is known what is on SSD, some device takes
+    /// writes, and the write budget is not used up.
     pub fn spill_can_go_on(&self) -> bool {
-        self.flow.writes_in_flight > 0
-            || (!self.spill.is_empty() && !self.is_over_write_budget() && self.slots.take_writes())
+        self.flow.ssd.total().writes > 0
+            || (!self.spill.is_empty()
+                && !self.is_in_census()
+                && !self.is_over_write_budget()
+                && self.slots.take_writes())
     }
 
     /// Whether nothing is in flight: no copy, read or write.
     pub fn is_quiet(&self) -> bool {
-        let flow = &self.flow;
-        flow.copies_in_flight() == 0 && flow.reads_in_flight == 0 && flow.writes_in_flight == 0
+        self.flow.copies_in_flight() == 0 && self.flow.ssd.total() == InFlight::default()
     }
 
     /// Operations and hints under way: those that did not end with the event that began them.

@@ -19,7 +19,8 @@ pub(super) struct WriteBudget {
 }
 
 impl WriteBudget {
-    /// A full bucket.
+    /// A full bucket: what was written before a restart is not known, so each start may write an
+    /// hour's share.
     pub(super) fn new(bytes_a_day: u64) -> Self {
         let full = share(bytes_a_day, WRITE_BURST_NS);
         Self { bytes_a_day, level: full, at: None, held: bytes_a_day == 0 }

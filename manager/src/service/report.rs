@@ -87,6 +87,9 @@ impl Service {
             let devices = storage.mirrors(recovering, |device| self.core.device_usage(device));
             self.telemetry.set_devices(devices);
             self.telemetry.counters.set(Metric::SsdWriteQueueFull, storage.write_queue_full());
+            for (reason, times) in storage.retries() {
+                self.telemetry.counters.set(Metric::SsdRetries(reason), times);
+            }
             for (reason, times) in storage.stops() {
                 self.telemetry.counters.set(Metric::SsdStops(reason), times);
             }

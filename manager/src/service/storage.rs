@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery, SsdStop};
+use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery, SsdRetry, SsdStop};
 
 use crate::core::{Effect, Event, Intake, Nanos, Recovered};
 use crate::ssd::{
@@ -118,6 +118,15 @@ impl Storage {
         Some(recovery.found)
     }
 
+    /// How long the search of the files will take yet, after `elapsed`; `None` before there is any
+    /// sign of that.
+    pub(super) fn scan_left(&self, elapsed: Nanos) -> Option<Nanos> {
+        let scans = self.tier.iter().flat_map(SsdTier::scans);
+        let running = scans.filter(|scan| scan.state == ScanState::Running);
+        let left = running.map(|scan| time_left(elapsed, scan.scanned, scan.slots));
+        left.collect::<Option<Vec<_>>>().map(|left| left.into_iter().max().unwrap_or(0))
+    }
+
     /// The end of one order.
     pub(super) fn poll(&mut self) -> Option<Event<'static>> {
         let end = match &mut self.tier {
@@ -131,16 +140,27 @@ impl Storage {
         })
     }
 
-    /// Does what is still ordered and ends the workers; the last ends can still be polled.
-    pub(super) fn stop(&mut self, timeout: Duration) {
+    /// Does what is still ordered, for `timeout` at most, and ends the workers, which takes `all` at
+    /// most; the last ends can still be polled.
+    pub(super) fn stop(&mut self, timeout: Duration, all: Duration) {
         if let Some(tier) = self.tier.take() {
-            self.last_ends.extend(tier.stop(timeout));
+            self.last_ends.extend(tier.stop_within(timeout, all));
         }
     }
 
     /// Writes that found the queue of their device full.
     pub(super) fn write_queue_full(&self) -> u64 {
         self.write_queue_full
+    }
+
+    /// Transfers of all devices that were not over at once. Nothing once the tier has stopped.
+    pub(super) fn retries(&self) -> impl Iterator<Item = (SsdRetry, u64)> + '_ {
+        let of = |counted: fn(&SsdTier) -> u64| self.tier.as_ref().map(counted);
+        let short = of(|tier| tier.status().map(|device| device.counters.short_transfers).sum());
+        let interrupted =
+            of(|tier| tier.status().map(|device| device.counters.interrupted_transfers).sum());
+        let counts = [(SsdRetry::Short, short), (SsdRetry::Interrupted, interrupted)];
+        counts.into_iter().filter_map(|(reason, times)| Some((reason, times?)))
     }
 
     /// Times that a device ceased to take some work.
@@ -263,6 +283,16 @@ fn intake_of(status: &DeviceStatus, was: Intake, rested: bool) -> Intake {
         Intake::One if status.tries_writes => Intake::One,
         Intake::Nothing if status.tries_writes && rested => Intake::One,
         _ => Intake::Nothing,
+    }
+}
+
+/// How long the rest of `all` takes when `done` have taken `elapsed`.
+fn time_left(elapsed: Nanos, done: u64, all: u64) -> Option<Nanos> {
+    let left = u128::from(elapsed) * u128::from(all.saturating_sub(done));
+    match done {
+        _ if all == 0 => Some(0),
+        0 => None,
+        _ => Some(Nanos::try_from(left / u128::from(done)).unwrap_or(Nanos::MAX)),
     }
 }
 

@@ -18,7 +18,9 @@ const RAMFS: u64 = 0x8584_58F6;
 const OVERLAYFS: u64 = 0x794C_7630;
 /// A killed process is gone before its last disk I/O is: only then does the kernel let go of its
 /// files. So long a start waits for that.
-const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(5);
+const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(15);
+/// The same where the kernel's table may mean another file.
+const UNSURE_HOLDER_WAIT: Duration = Duration::from_secs(5);
 const DEAD_HOLDER_PAUSE: Duration = Duration::from_millis(5);
 
 /// An open SSD file, locked against every other process until it is dropped.
@@ -300,7 +302,7 @@ impl SsdFile {
 
     /// Locks the file, or says who has it. Waits only for a process that is dead already.
     fn lock(&self, operation: FlockOperation) -> Result<(), SsdError> {
-        let end = Instant::now() + DEAD_HOLDER_WAIT;
+        let begun = Instant::now();
         loop {
             match rustix::fs::flock(&self.file, operation) {
                 Ok(()) => return Ok(()),
@@ -311,7 +313,11 @@ impl SsdFile {
             // The table hides a holder that is dead and gone (a ring of it may have the file yet),
             // and one whose line is not surely this file's may be anybody.
             let lives = holder.is_some_and(|of| of.certain && !is_dead(of.process));
-            if lives || Instant::now() >= end {
+            let patience = match holder {
+                Some(holder) if !holder.certain => UNSURE_HOLDER_WAIT,
+                _ => DEAD_HOLDER_WAIT,
+            };
+            if lives || begun.elapsed() >= patience {
                 let holder = holder.map(|holder| holder.process);
                 return Err(SsdError::Locked { path: self.path.clone(), holder });
             }
@@ -350,7 +356,11 @@ fn refuse_memory(file_system: u64, path: &Path) -> Result<(), SsdError> {
 fn is_dead(process: u32) -> bool {
     match std::fs::read_to_string(format!("/proc/{process}/stat")) {
         Ok(stat) => has_ended(&stat),
-        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+        // Gone before it was opened, or between that and the read.
+        Err(error) => {
+            error.kind() == std::io::ErrorKind::NotFound
+                || error.raw_os_error() == Some(libc::ESRCH)
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a device takes at the moment: decided from how its orders end and how long they take.
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use super::breaker::Cause;
@@ -8,6 +9,19 @@ use super::breaker::Cause;
 pub(crate) const SLOW_AFTER: Duration = Duration::from_secs(1);
 /// A chunk that is out for this long makes it hung.
 pub(crate) const HUNG_AFTER: Duration = Duration::from_secs(5);
+/// Seconds instead of [`HUNG_AFTER`], for tests only: a test that holds requests back for as long as
+/// it needs must not race with this limit.
+const HUNG_AFTER_VARIABLE: &str = "ORBITKV_TEST_HUNG_AFTER_S";
+static HUNG_AFTER_NOW: LazyLock<Duration> = LazyLock::new(|| {
+    let seconds = std::env::var(HUNG_AFTER_VARIABLE).ok().and_then(|value| value.parse().ok());
+    seconds.map_or(HUNG_AFTER, Duration::from_secs)
+});
+
+/// [`HUNG_AFTER`], or what a test wants instead.
+pub(crate) fn hung_after() -> Duration {
+    *HUNG_AFTER_NOW
+}
+
 /// Mean time of a write above which no more are begun, and below which they are begun again.
 const WRITES_STOP: Duration = Duration::from_secs(1);
 const WRITES_RESUME: Duration = Duration::from_millis(500);
@@ -48,7 +62,7 @@ pub(crate) struct Signs {
 
 impl Signs {
     pub(crate) fn is_hung(&self) -> bool {
-        self.oldest >= HUNG_AFTER
+        self.oldest >= hung_after()
     }
 
     /// Why it is not done.

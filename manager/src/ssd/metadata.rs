@@ -72,6 +72,8 @@ pub(crate) struct Metadata {
     dirty: bool,
     /// Regions whose slot length is in memory only.
     unrecorded: Vec<u32>,
+    /// So is the base of the generations that are given out.
+    base_unrecorded: bool,
     counters: Arc<DeviceCounters>,
 }
 
@@ -81,7 +83,15 @@ impl Metadata {
         state: Superblock,
         counters: Arc<DeviceCounters>,
     ) -> Self {
-        Self { file, state, table: Vec::new(), dirty: false, unrecorded: Vec::new(), counters }
+        Self {
+            file,
+            state,
+            table: Vec::new(),
+            dirty: false,
+            unrecorded: Vec::new(),
+            base_unrecorded: false,
+            counters,
+        }
     }
 
     pub(crate) fn state(&self) -> &Superblock {
@@ -102,6 +112,19 @@ impl Metadata {
     /// A generation was given out. Not a reason to write.
     pub(crate) fn saw_generation(&mut self, generation: u64) {
         self.state.generation = self.state.generation.max(generation);
+    }
+
+    /// Generations go on above `base`, which is made durable. On failure the next write tries again
+    /// and fails until it works.
+    pub(crate) fn record_generation(&mut self, base: u64) -> Result<(), SsdError> {
+        self.note_generation(base);
+        self.write_synced()
+    }
+
+    /// Generations go on above `base`: the first write makes that durable.
+    pub(crate) fn note_generation(&mut self, base: u64) {
+        self.change(|state| state.generation = state.generation.max(base));
+        self.base_unrecorded = true;
     }
 
     /// Gives a region its slot length and makes that durable. On failure the region stays
@@ -157,7 +180,8 @@ impl Metadata {
         self.write_both()
     }
 
-    /// Whether a page may be written to `slot`: its region must be on SSD with that slot length.
+    /// Whether a page may be written to `slot`: its region must be on SSD with that slot length, and
+    /// that generations go on from where they do.
     pub(crate) fn admit(&mut self, slot: Slot) -> Result<(), IoFault> {
         let Some((region, _)) = self.state.geometry.slot_at(slot.offset, slot.bytes) else {
             return Err(IoFault::Errno(libc::EINVAL));
@@ -165,7 +189,7 @@ impl Metadata {
         if self.state.regions.get(region as usize) != Some(&slot.bytes) {
             return Err(IoFault::Errno(libc::EINVAL));
         }
-        if self.unrecorded.contains(&region) {
+        if self.base_unrecorded || self.unrecorded.contains(&region) {
             return self.write_synced().map_err(|error| fault_of(&error));
         }
         Ok(())
@@ -204,6 +228,7 @@ impl Metadata {
             return Err(self.failed(error));
         }
         self.unrecorded.clear();
+        self.base_unrecorded = false;
         Ok(())
     }
 

@@ -99,6 +99,10 @@ pub(crate) enum WriterCommand {
         namespace: [u8; 32],
         generation: u64,
     },
+    /// Generations go on above this: synced before any later write.
+    Generation {
+        base: u64,
+    },
     /// No slot is left that this forgets: its record goes, with the next superblock.
     Unforget {
         namespace: [u8; 32],

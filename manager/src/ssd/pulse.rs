@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::health::HUNG_AFTER;
+use super::health::hung_after;
 
 /// A mean that nothing is added to halves in this time, so that a device is tried again.
 const MEAN_HALVES_NS: u64 = 2_000_000_000;
@@ -27,7 +27,7 @@ pub(crate) struct Pulse {
 
 impl Pulse {
     pub(crate) fn new() -> Self {
-        Self::hung_after(HUNG_AFTER)
+        Self::hung_after(hung_after())
     }
 
     /// For work that nobody waits for.
@@ -148,6 +148,6 @@ mod tests {
         assert!(!pulse.is_hung());
         let patient = Pulse::new();
         patient.set_oldest(Some(patient.now_ns()));
-        assert!(patient.until_hung().is_some_and(|left| left <= HUNG_AFTER));
+        assert!(patient.until_hung().is_some_and(|left| left <= hung_after()));
     }
 }

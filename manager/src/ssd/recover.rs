@@ -30,6 +30,8 @@ pub(crate) enum Found {
     Torn,
     /// The device did not give the footer.
     Unread(IoFault),
+    /// Retired earlier: not looked at.
+    Retired,
 }
 
 /// Gathers what the devices hold and decides what counts.
@@ -38,7 +40,8 @@ pub(crate) struct Census {
     newest: HashMap<([u8; 32], [u8; 32]), RecoveredPage>,
     /// Namespaces with slots that may be older than a forget: (namespace, lowest generation).
     oldest: HashMap<[u8; 32], u64>,
-    unread: bool,
+    /// Slots whose footer the device did not give.
+    unread: Vec<Slot>,
     pub(crate) counts: SlotCounts,
     pub(crate) highest_generation: u64,
 }
@@ -57,8 +60,9 @@ impl Census {
         let footer = match found {
             Found::Empty => return self.counts.empty += 1,
             Found::Torn => return self.counts.torn += 1,
+            Found::Retired => return self.counts.stale += 1,
             Found::Unread(_) => {
-                self.unread = true;
+                self.unread.push(slot);
                 return self.counts.torn += 1;
             }
             Found::Footer(footer) => footer,
@@ -104,7 +108,7 @@ impl Census {
         self.counts.torn += other.counts.torn;
         self.counts.stale += other.counts.stale;
         self.counts.empty += other.counts.empty;
-        self.unread |= other.unread;
+        self.unread.extend(other.unread);
         self.highest_generation = self.highest_generation.max(other.highest_generation);
         for (namespace, generation) in other.oldest {
             let oldest = self.oldest.entry(namespace).or_insert(generation);
@@ -122,21 +126,22 @@ impl Census {
 
     /// Whether the device did not give some footer.
     pub(crate) fn has_unread(&self) -> bool {
-        self.unread
+        !self.unread.is_empty()
     }
 
     /// True when some slot may hold a page that `entry` forgets, so that it must be kept.
     pub(crate) fn still_needs(&self, entry: &Forgotten) -> bool {
-        self.unread
+        self.has_unread()
             || self.oldest.get(&entry.namespace).is_some_and(|oldest| *oldest < entry.generation)
     }
 
-    /// The pages that count, by device and place. Which of them hang on a page that is nowhere is
+    /// The slots whose footer the device did not give, and the pages that count, by device and
+    /// place. Which of them hang on a page that is nowhere is
     /// decided by `core`, which knows the rules of chains.
-    pub(crate) fn into_pages(self) -> Vec<RecoveredPage> {
+    pub(crate) fn into_parts(self) -> (Vec<Slot>, Vec<RecoveredPage>) {
         let mut pages: Vec<_> = self.newest.into_values().collect();
         pages.sort_unstable_by_key(|page| (page.slot.device, page.slot.offset));
-        pages
+        (self.unread, pages)
     }
 }
 

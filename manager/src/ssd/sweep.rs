@@ -20,8 +20,13 @@ const RUNS_MAX: u64 = 8;
 const RUNS_ASIDE: u32 = 3;
 /// That memory, in bytes.
 pub(crate) const ASIDE_BYTES: usize = ((1 + RUNS_ASIDE) * RUN_BYTES) as usize;
-/// Footers that a device may fail to give before its scan is given up.
+/// Footers that a device may fail to give before its scan is given up, unless it has so many slots
+/// that more are few.
 pub(crate) const UNREAD_MAX: u64 = 64;
+/// Of so many slots one may fail.
+const UNREAD_SHARE: u64 = 64;
+/// Footers after another that a device may fail to give.
+const UNREAD_RUN_MAX: u64 = 1024;
 /// Slots up to this length are read whole: a drive that gives 50,000 blocks or 2 GB a second gives
 /// 40 KiB in the time of one more request.
 const RUN_SLOT_BYTES_MAX: u32 = 32 << 10;
@@ -79,8 +84,9 @@ pub(crate) struct ScanWatch<'a> {
     pub(crate) progress: &'a ScanProgress,
     /// Whether to stop.
     pub(crate) stops: &'a dyn Fn() -> bool,
-    /// Footers that may be missing before the scan is given up.
-    pub(crate) unread_max: u64,
+    /// Footers that may be missing, of however few slots, before the scan is given up; `None` for
+    /// one that looks at every slot.
+    pub(crate) unread_max: Option<u64>,
 }
 
 /// Why a scan did not look at every slot.
@@ -90,7 +96,7 @@ pub(crate) enum ScanEnd {
     NoRoom,
     /// It was told to stop.
     Stopped,
-    /// Too many footers could not be read, or not one could.
+    /// Too many footers could not be read, or not one could. Retired slots do not count.
     Failed(IoFault),
 }
 
@@ -98,6 +104,45 @@ pub(crate) enum ScanEnd {
 pub(crate) fn slots_of(state: &Superblock) -> u64 {
     let regions = state.regions.iter().enumerate();
     regions.map(|(region, bytes)| u64::from(state.geometry.slots(region as u32, *bytes))).sum()
+}
+
+/// Footers that could not be read.
+struct Unread {
+    all: u64,
+    /// Since the last one that could.
+    run: u64,
+    max: Option<u64>,
+    fault: Option<IoFault>,
+    /// Those that could.
+    read: u64,
+}
+
+impl Unread {
+    fn new(slots: u64, unread_max: Option<u64>) -> Self {
+        let max = unread_max.map(|max| max.min(slots).max(slots / UNREAD_SHARE));
+        Self { all: 0, run: 0, max, fault: None, read: 0 }
+    }
+
+    fn count(&mut self, what: &Found) {
+        match what {
+            Found::Unread(fault) => {
+                (self.all, self.run) = (self.all + 1, self.run + 1);
+                self.fault = Some(*fault);
+            }
+            Found::Retired => {}
+            _ => (self.run, self.read) = (0, self.read + 1),
+        }
+    }
+
+    fn is_too_much(&self) -> bool {
+        self.max.is_some_and(|max| self.all >= max || self.run >= UNREAD_RUN_MAX)
+    }
+
+    /// Why the device counts as one that cannot be read, after a look at every slot.
+    fn verdict(&self) -> Option<ScanEnd> {
+        let gives_up = self.max.is_some() && self.read == 0;
+        self.fault.filter(|_| gives_up).map(ScanEnd::Failed)
+    }
 }
 
 /// Reports what is in each slot of each region that has a slot length, each once, in no order, and
@@ -113,13 +158,12 @@ pub(crate) fn scan(
     mut found: impl FnMut(Slot, Found, Option<DramSlice<'_>>),
 ) -> Result<(), ScanEnd> {
     let mut places = Places::of(memory, engine.depth()).ok_or(ScanEnd::NoRoom)?;
-    let slots = slots_of(state);
-    let mut unread = 0;
+    let mut unread = Unread::new(slots_of(state), watch.unread_max);
     let mut found = |slot: Slot, what: Found, bytes: Option<DramSlice<'_>>| {
-        unread += u64::from(matches!(what, Found::Unread(_)));
+        unread.count(&what);
         watch.progress.scanned.fetch_add(1, Ordering::Relaxed);
         found(slot, what, bytes);
-        unread
+        unread.is_too_much()
     };
     let mut given_up = None;
     let mut flight = Flight::new(engine, Transfer::Read, Arc::default());
@@ -132,6 +176,10 @@ pub(crate) fn scan(
             && flight.has_room(0, u64::MAX)
             && let Some(piece) = first.pop_front().or_else(|| pieces.next())
         {
+            if let Some(slot) = retired(state, device, piece) {
+                found(slot, Found::Retired, None);
+                continue;
+            }
             let Some(place) = places.of_kind(piece.whole).pop() else {
                 first.push_front(piece);
                 break;
@@ -150,15 +198,15 @@ pub(crate) fn scan(
                 let single = |first| Piece { first, slots: 1, whole: false, ..piece };
                 first.extend(slots.map(single));
             } else {
-                let unread = report(memory, state, device, (piece, place), fault, &mut found);
-                if let Some(fault) = fault.filter(|_| unread >= watch.unread_max.min(slots)) {
+                let too_much = report(memory, state, device, (piece, place), fault, &mut found);
+                if let Some(fault) = fault.filter(|_| too_much) {
                     given_up = given_up.or(Some(ScanEnd::Failed(fault)));
                 }
             }
             places.of_kind(piece.whole).push(place);
         }
     }
-    given_up.map_or(Ok(()), Err)
+    given_up.or_else(|| unread.verdict()).map_or(Ok(()), Err)
 }
 
 /// Everything there is to read, in file order.
@@ -175,6 +223,14 @@ fn pieces(state: &Superblock, with_runs: bool) -> impl Iterator<Item = Piece> + 
 
 fn slot_bytes(state: &Superblock, region: u32) -> u32 {
     state.regions.get(region as usize).copied().unwrap_or(0)
+}
+
+/// The slot of a piece that is read alone, when it is retired: reading it again, which may have been
+/// what failed, would take as long as then.
+fn retired(state: &Superblock, device: u16, piece: Piece) -> Option<Slot> {
+    let bytes = slot_bytes(state, piece.region);
+    let offset = state.geometry.slot_offset(piece.region, bytes, piece.first);
+    (!piece.whole && state.is_retired(offset)).then_some(Slot { device, offset, bytes })
 }
 
 /// Returns how many bytes it reads.
@@ -199,15 +255,16 @@ fn send(
     bytes.into()
 }
 
+/// True when too much could not be read.
 fn report(
     memory: &dyn ImageMemory,
     state: &Superblock,
     device: u16,
     (piece, place): (Piece, Extent),
     fault: Option<IoFault>,
-    found: &mut impl FnMut(Slot, Found, Option<DramSlice<'_>>) -> u64,
-) -> u64 {
-    let mut unread = 0;
+    found: &mut impl FnMut(Slot, Found, Option<DramSlice<'_>>) -> bool,
+) -> bool {
+    let mut too_much = false;
     let bytes = slot_bytes(state, piece.region);
     let mut block = Block::ZERO;
     for number in 0..piece.slots {
@@ -226,9 +283,9 @@ fn report(
         let whole = piece.whole && fault.is_none();
         let slot = whole.then(|| part_of(place, end - bytes, bytes));
         let slot = slot.and_then(|slot| memory.slice(slot));
-        unread = found(Slot { device, offset, bytes }, what, slot);
+        too_much = found(Slot { device, offset, bytes }, what, slot);
     }
-    unread
+    too_much
 }
 
 #[cfg(test)]
@@ -250,7 +307,7 @@ mod tests {
     const SMALL: u32 = 8 << 10;
     const LARGE: u32 = 1 << 20;
     const WATCH: ScanWatch<'static> =
-        ScanWatch { progress: &NOBODY, stops: &|| false, unread_max: UNREAD_MAX };
+        ScanWatch { progress: &NOBODY, stops: &|| false, unread_max: Some(UNREAD_MAX) };
     static NOBODY: ScanProgress = ScanProgress {
         slots: AtomicU64::new(0),
         scanned: AtomicU64::new(0),
@@ -404,7 +461,7 @@ mod tests {
         let mut large = state();
         large.regions[0] = 0;
         let slots = slots_of(&large) as usize;
-        let watch = ScanWatch { unread_max: 10, ..WATCH };
+        let watch = ScanWatch { unread_max: Some(10), ..WATCH };
         assert_eq!(ended(move |_| eio(), &WATCH).0, failed, "{slots} slots, none of them");
         let first = |bad| {
             let mut reads = 0;
@@ -417,6 +474,81 @@ mod tests {
         let (end, told) = ended(first(10), &watch);
         assert_eq!(end, failed);
         assert!((10..slots).contains(&told), "{told} of {slots}");
+    }
+
+    #[test]
+    fn few_bad_places_of_many_are_left_out_and_a_long_run_of_them_is_not() {
+        let mut state = state();
+        state.regions.fill(SMALL);
+        let slots = slots_of(&state);
+        let few = slots / UNREAD_SHARE;
+        assert!(few > UNREAD_MAX && few < UNREAD_RUN_MAX, "{few} of {slots}");
+        let unread = Found::Unread(IoFault::Errno(libc::EIO));
+        let mut seen = Unread::new(slots, Some(UNREAD_MAX));
+        let mut tell = |what: &Found, times: u64| {
+            (0..times).for_each(|_| seen.count(what));
+            seen.is_too_much()
+        };
+        assert!(!tell(&unread, few - 1));
+        assert!(!tell(&Found::Retired, slots), "nobody looked at these");
+        assert!(tell(&unread, 1));
+        let mut seen = Unread::new(slots * 64, Some(UNREAD_MAX));
+        for (what, times, too_much) in [
+            (&unread, UNREAD_RUN_MAX - 1, false),
+            (&Found::Torn, 1, false),
+            (&unread, UNREAD_RUN_MAX - 1, false),
+            (&Found::Retired, 1, false),
+            (&unread, 1, true),
+        ] {
+            (0..times).for_each(|_| seen.count(what));
+            assert_eq!(seen.is_too_much(), too_much);
+        }
+    }
+
+    /// Also where every slot is retired: there is nothing that fails.
+    #[test]
+    fn retired_slots_are_told_and_not_read_alone() {
+        let disk: Disk = Arc::new(Mutex::new(vec![0; CAPACITY as usize]));
+        let mut state = state();
+        state.regions[0] = 0;
+        let slots = slots_of(&state);
+        for index in 0..slots as u32 {
+            assert!(state.retire(slot(&state, 2, index).offset));
+        }
+        let memory = Arc::new(HeapImages::new(ASIDE_BYTES));
+        let engine = FakeEngine::new(disk, memory.clone(), Arc::new(Wake::new().unwrap()), 16)
+            .with_plan(|_| Some(Fault::Errno(libc::EIO)));
+        let log = engine.log();
+        let mut told = 0;
+        let end = scan(Box::new(engine), &*memory, &state, 4, &WATCH, |_, found, _| {
+            assert_eq!(found, Found::Retired);
+            told += 1;
+        });
+        assert_eq!((end, told), (Ok(()), slots));
+        assert!(log.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_file_of_which_all_but_the_retired_slots_fail_is_given_up() {
+        let eio = IoFault::Errno(libc::EIO);
+        for (what, end) in [(Found::Retired, Some(ScanEnd::Failed(eio))), (Found::Empty, None)] {
+            let mut seen = Unread::new(20, Some(UNREAD_MAX));
+            for _ in 0..10 {
+                seen.count(&what);
+                seen.count(&Found::Unread(eio));
+            }
+            assert!(!seen.is_too_much());
+            assert_eq!(seen.verdict(), end);
+        }
+    }
+
+    #[test]
+    fn a_look_at_every_slot_is_never_given_up() {
+        let mut large = state();
+        large.regions[0] = 0;
+        let slots = slots_of(&large) as usize;
+        let watch = ScanWatch { unread_max: None, ..WATCH };
+        assert_eq!(ended(|_| Some(Fault::Errno(libc::EIO)), &watch), (Ok(()), slots));
     }
 
     #[test]

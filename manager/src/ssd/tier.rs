@@ -197,6 +197,11 @@ impl SsdTier {
     pub fn poll_recovery(&mut self) -> Option<Recovery> {
         let recovery = self.survey.as_mut()?.poll()?;
         for device in &mut self.devices {
+            if recovery.has_jumped {
+                let base = recovery.found.last_generation();
+                let told = device.record(WriterCommand::Generation { base });
+                debug_assert!(told, "nothing is ordered before the files are known");
+            }
             for &Forgotten { namespace, generation } in &recovery.needless {
                 if !device.record(WriterCommand::Unforget { namespace, generation }) {
                     // Kept until the next start, which costs nothing but its place.
@@ -352,9 +357,14 @@ impl SsdTier {
     /// Does what is still ordered, for `timeout` at most, writes the superblocks and ends the
     /// workers. Returns the ends that were not polled; every order has had one by then, unless the
     /// kernel keeps I/O for longer than five seconds more.
-    pub fn stop(mut self, timeout: Duration) -> Vec<SsdEnd> {
-        self.control.drain(Instant::now() + timeout);
-        self.wait_for_workers(timeout + STUCK_IO_WAIT);
+    pub fn stop(self, timeout: Duration) -> Vec<SsdEnd> {
+        self.stop_within(timeout, timeout + STUCK_IO_WAIT)
+    }
+
+    /// The same, and what the kernel keeps for longer than `all` is left to it.
+    pub fn stop_within(mut self, timeout: Duration, all: Duration) -> Vec<SsdEnd> {
+        self.control.drain(Instant::now() + timeout.min(all));
+        self.wait_for_workers(all);
         std::iter::from_fn(|| self.poll()).collect()
     }
 

@@ -17,7 +17,7 @@ use super::order::ReadOrder;
 use super::pulse::Pulse;
 use super::reader::Reader;
 use super::recover::{Census, Found, SlotCounts, all_forgotten};
-use super::sweep::{ScanProgress, ScanWatch, scan, slots_of};
+use super::sweep::{ScanEnd, ScanProgress, ScanWatch, scan, slots_of};
 use super::uring::UringEngine;
 use super::verifier::{ReadResult, fault_of_image};
 use super::worker::Duty;
@@ -67,7 +67,7 @@ pub fn verify(
     let scanned = ScanProgress::default();
     for (device, (file, state)) in files.iter().enumerate() {
         let engine = EngineSpec::for_scan(resolved, file.clone(), memory.clone())?;
-        let watch = ScanWatch { progress: &scanned, stops: &|| false, unread_max: u64::MAX };
+        let watch = ScanWatch { progress: &scanned, stops: &|| false, unread_max: None };
         let found = |slot: Slot, found, bytes: Option<DramSlice<'_>>| {
             if let (Found::Footer(footer), Some(bytes)) = (found, bytes) {
                 let image = bytes.prefix(footer.image.image_bytes as usize);
@@ -82,10 +82,10 @@ pub fn verify(
             census.take(state, &forgotten, slot, found);
         };
         scan(engine, &**memory, state, device as u16, &watch, found)
-            .map_err(|_| SsdError::NO_ROOM)?;
+            .or_else(|end| if end == ScanEnd::NoRoom { Err(SsdError::NO_ROOM) } else { Ok(()) })?;
     }
     let mut counts = census.counts;
-    let mut pages = census.into_pages();
+    let mut pages = census.into_parts().1;
     let mut broken = 0;
     pages.retain(|page| match checked.get(&(page.slot.device, page.slot.offset)) {
         None => true,

@@ -34,6 +34,9 @@ use crate::pool::DramPool;
 
 /// Short, so that tests of a hung device are.
 const HUNG_AFTER: Duration = Duration::from_millis(50);
+/// What the disk does with each chunk.
+type Failing = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
+
 const POOL_BYTES: u64 = 32 << 20;
 const CAPACITY: u64 = 48 << 20;
 const DATA: u64 = 1 << 20;
@@ -308,7 +311,7 @@ impl WriteBench {
     }
 
     fn with(
-        plan: impl FnOnce(&Arc<SsdFile>) -> Box<dyn FnMut(&Chunk) -> Option<Fault>>,
+        plan: impl FnOnce(&Arc<SsdFile>) -> Failing,
         newest_first: bool,
         writable: bool,
         limit: u64,
@@ -665,6 +668,37 @@ fn a_region_that_came_while_the_disk_hung_is_recorded_by_the_first_write_into_it
     assert_eq!(bench.finish()[&Ticket(2)], None);
     assert!(bench.is_whole(&order));
     assert_eq!(metadata::load(&bench.file).unwrap().regions[0], slot_bytes);
+}
+
+#[test]
+fn no_write_begins_before_the_base_of_its_generation_is_on_ssd() {
+    let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
+    let seen = |file: &SsdFile| metadata::load(file).unwrap().generation;
+    let plan = |file: &Arc<SsdFile>| -> Failing {
+        let file = file.clone();
+        Box::new(move |_| {
+            assert!(seen(&file) >= 1 << 40);
+            None
+        })
+    };
+    for comes_while_hung in [false, true] {
+        let mut bench = WriteBench::with(plan, false, true, 2 << 20);
+        bench.region(slot_bytes);
+        run(&mut bench.writer);
+        assert_eq!(seen(&bench.file), 0);
+        if comes_while_hung {
+            bench.pulse.set_oldest(Some(0));
+            bench.hang();
+        }
+        bench.writer.accept(WriterCommand::Generation { base: 1 << 40 });
+        if comes_while_hung {
+            bench.writer.fill();
+            bench.pulse.set_oldest(None);
+        }
+        bench.order(1, nth(slot_bytes, 0), 64 << 10);
+        assert_eq!(bench.finish()[&Ticket(1)], None);
+        assert_eq!(bench.log.lock().unwrap().len(), 1);
+    }
 }
 
 #[test]

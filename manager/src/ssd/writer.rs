@@ -251,6 +251,10 @@ impl Writer {
                 // Counted and logged there; the writes into the region report it.
                 let _ = self.metadata.record_region(region, slot_bytes);
             }
+            WriterCommand::Generation { base } => {
+                // Likewise: no write begins before it is on SSD.
+                let _ = self.metadata.record_generation(base);
+            }
             WriterCommand::Retire { offset } => self.metadata.retire(offset),
             WriterCommand::Unforget { namespace, generation } => {
                 self.metadata.unforget(namespace, generation);
@@ -339,6 +343,8 @@ impl Duty for Writer {
                     (self.notify)();
                 }
                 WriterCommand::Retire { offset } => self.metadata.retire(offset),
+                // The first write makes it durable.
+                WriterCommand::Generation { base } => self.metadata.note_generation(base),
                 // The first write into it makes it durable.
                 WriterCommand::Region { region, slot_bytes } => {
                     _ = self.metadata.note_region(region, slot_bytes);

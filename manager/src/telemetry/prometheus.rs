@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use orbitkv_shm_protocol::inspect::{DeviceView, Numbers, Snapshot, Value};
 use orbitkv_shm_protocol::telemetry::{
-    LATENCY_HELP, LATENCY_NAME, Latency, MetricKind, bucket_end, families,
+    LATENCY_HELP, LATENCY_NAME, Latency, MetricKind, SsdRecovery, bucket_end, families,
 };
 
 /// Upper ends of the buckets in the text, as powers of two in nanoseconds: 4 µs to 17 s, each four
@@ -88,13 +88,14 @@ pub const DEVICE_FAMILIES: [DeviceFamily; 18] = [
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_readable",
-        help: "1 while pages are read from the device.",
-        value: |device| (device.health != "off").into(),
+        help: "1 while pages are read from the device: after a start not before its slots are known.",
+        value: |device| (device.health != "off" && !is_searched(device)).into(),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_writable",
-        help: "1 while pages are written to the device.",
-        value: |device| (device.health == "healthy").into(),
+        help: "1 while pages are written to the device: after a start not before what was found is \
+               taken over.",
+        value: |device| (device.health == "healthy" && !device.is_recovering()).into(),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_recovering",
@@ -181,4 +182,9 @@ fn write_head(text: &mut String, name: &str, help: &str, kind: &str) {
 /// Writing to a `String` cannot fail.
 fn line(text: &mut String, start: &str, rest: std::fmt::Arguments<'_>) {
     let _ = writeln!(text, "{start}{rest}");
+}
+
+/// Until all of it is known no page of it is found.
+fn is_searched(device: &DeviceView) -> bool {
+    device.recovery == SsdRecovery::Scanning.label()
 }

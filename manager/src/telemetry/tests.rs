@@ -108,6 +108,24 @@ fn device(path: &Path, used_bytes: u64) -> DeviceMirror<'_> {
     }
 }
 
+#[test]
+fn a_device_whose_slots_are_not_known_yet_is_neither_readable_nor_writable() {
+    let place = Place::new();
+    let mut telemetry = place.start(5);
+    telemetry.set_state(ManagerState::Ready);
+    for (recovery, readable, writable) in
+        [(SsdRecovery::Scanning, 0, 0), (SsdRecovery::TakingOver, 1, 0), (SsdRecovery::Done, 1, 1)]
+    {
+        telemetry.set_devices([DeviceMirror { recovery, ..device(Path::new("/nvme/a"), 0) }]);
+        telemetry.publish(now_ns());
+        let text = prometheus::render(&place.read());
+        for (name, value) in [("readable", readable), ("writable", writable)] {
+            let line = format!("orbitkv_ssd_device_{name}{{device=\"0\"}} {value}\n");
+            assert!(text.contains(&line), "{line}");
+        }
+    }
+}
+
 /// What is published is what another process reads, and nothing before it is published.
 #[test]
 fn published_numbers_are_read_back() {

@@ -355,6 +355,16 @@ label_enum! {
     }
 }
 
+label_enum! {
+    /// Why a transfer between memory and an SSD device was not over at once.
+    SsdRetry, "reason" {
+        /// It moved fewer bytes than asked.
+        Short => "short",
+        /// The kernel broke it off.
+        Interrupted => "interrupted",
+    }
+}
+
 macro_rules! wire_label {
     ($name:ident, $label_name:literal, first = $first:literal) => {
         impl Label for $name {

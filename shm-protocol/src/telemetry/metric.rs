@@ -5,7 +5,7 @@
 
 use super::label::{
     CloseReason, CopyDirection, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState, PrepareOutcome,
-    Reason, RefuseReason, SpillOutcome, SsdFault, SsdStop,
+    Reason, RefuseReason, SpillOutcome, SsdFault, SsdRetry, SsdStop,
 };
 use crate::record::{Code, RequestKind, Status};
 
@@ -213,6 +213,8 @@ metrics! {
     SsdWrittenBytes => Counter Bytes "orbitkv_ssd_written_bytes_total";
     /// Page writes that failed.
     SsdWriteErrors(reason: SsdFault) => Counter Count "orbitkv_ssd_write_errors_total";
+    /// Transfers that moved fewer bytes than asked, or that the kernel broke off and were sent again.
+    SsdRetries(reason: SsdRetry) => Counter Count "orbitkv_ssd_retries_total";
     /// Times that a device ceased to take some work, by reason.
     SsdStops(reason: SsdStop) => Counter Count "orbitkv_ssd_stops_total";
     /// Writes that found the bounded queue of their device full; zero in normal work.

@@ -140,6 +140,7 @@ impl World {
     /// Orders what may be ordered.
     pub fn pump(&mut self) {
         self.core.pump(self.now, &mut self.out);
+        self.core.check_pumped();
         self.carry_out();
     }
 

@@ -344,6 +344,7 @@ fn sum_up(
             report.ssd_bytes_written = numbers.ssd_bytes_written;
             report.ssd_bytes_read = numbers.ssd_bytes_read;
             report.ssd_read_errors = numbers.ssd_read_errors;
+            report.ssd_write_queue_full = numbers.ssd_write_queue_full;
             report.alloc_failures = numbers.alloc_failures;
             report.evictions = numbers.evictions;
             report.query_budget_peak_bytes = numbers.query_budget_peak_bytes;

@@ -13,6 +13,8 @@ use crate::signal;
 
 /// Longest wait for spill set, leases and pinned pages to become empty.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for the next page that is found again; a device that is stuck is left out before.
+const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Pages that left the spill set, by outcome: they sum to the offered ones once it is empty.
@@ -67,6 +69,7 @@ pub(super) struct Numbers {
     pub(super) ssd_bytes_written: u64,
     pub(super) ssd_bytes_read: u64,
     pub(super) ssd_read_errors: u64,
+    pub(super) ssd_write_queue_full: u64,
     pub(super) alloc_failures: u64,
     pub(super) evictions: u64,
     pub(super) query_budget_peak_bytes: u64,
@@ -104,6 +107,7 @@ impl Numbers {
             ssd_bytes_written: get(Metric::SsdWrittenBytes),
             ssd_bytes_read: get(Metric::SsdReadBytes),
             ssd_read_errors: SsdFault::ALL.iter().map(|f| get(Metric::SsdReadErrors(*f))).sum(),
+            ssd_write_queue_full: get(Metric::SsdWriteQueueFull),
             alloc_failures: get(Metric::PoolAllocationFailures),
             evictions: get(Metric::PoolEvictedPages),
             query_budget_peak_bytes: get(Metric::BudgetQueryPeakBytes),
@@ -127,6 +131,9 @@ impl Numbers {
             ssd_bytes_written: self.ssd_bytes_written.saturating_sub(before.ssd_bytes_written),
             ssd_bytes_read: self.ssd_bytes_read.saturating_sub(before.ssd_bytes_read),
             ssd_read_errors: self.ssd_read_errors.saturating_sub(before.ssd_read_errors),
+            ssd_write_queue_full: self
+                .ssd_write_queue_full
+                .saturating_sub(before.ssd_write_queue_full),
             alloc_failures: self.alloc_failures.saturating_sub(before.alloc_failures),
             evictions: self.evictions.saturating_sub(before.evictions),
             held_bytes: self.held_bytes.saturating_sub(before.held_bytes),
@@ -137,14 +144,23 @@ impl Numbers {
     }
 }
 
-/// Waits until the Manager has found again what was on SSD when it started.
+/// Waits until the Manager has found again what was on SSD when it started, for as long as it finds
+/// more.
 pub(super) fn recovered(socket: &Path) -> Result<(), ToolError> {
+    let (mut seen, mut since) = (None, Instant::now());
     loop {
         let snapshot = inspect::read(socket)?;
         let busy =
             !snapshot.manager.torn.is_empty() || snapshot.ssd.iter().any(DeviceView::is_recovering);
         if !busy || snapshot.manager.state == LifeState::Dead {
             return Ok(());
+        }
+        let scanned: u64 = snapshot.ssd.iter().map(|device| device.scanned_slots).sum();
+        let now = Some((scanned, snapshot.counters.get(Metric::SsdRecoveredPages)));
+        if seen != now {
+            (seen, since) = (now, Instant::now());
+        } else if since.elapsed() >= RECOVERY_PAUSE_MAX {
+            return Err(ToolError::NotRecovered { seconds: RECOVERY_PAUSE_MAX.as_secs() });
         }
         signal::check()?;
         thread::sleep(PAUSE);

@@ -56,6 +56,8 @@ pub struct Report {
     pub ssd_bytes_read: u64,
     /// Page reads that failed.
     pub ssd_read_errors: u64,
+    /// Writes that found the queue of their device full: 0 in normal work.
+    pub ssd_write_queue_full: u64,
     /// Allocations for which no memory could be freed.
     pub alloc_failures: u64,
     /// Pages that left DRAM for others.
@@ -281,6 +283,7 @@ mod tests {
             "ssd_bytes_written",
             "ssd_bytes_read",
             "ssd_read_errors",
+            "ssd_write_queue_full",
             "alloc_failures",
             "evictions",
             "query_budget_peak_bytes",

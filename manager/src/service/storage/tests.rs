@@ -138,3 +138,12 @@ fn a_queue_holds_more_than_core_ever_has_out() {
     assert_eq!(bench.storage.write_queue_full(), 0);
     bench.ends(WRITES_IN_FLIGHT_MAX as usize);
 }
+
+#[test]
+fn the_rest_of_a_search_takes_what_its_begin_says() {
+    assert_eq!(time_left(1_000, 25, 100), Some(3_000));
+    assert_eq!(time_left(1_000, 100, 100), Some(0));
+    assert_eq!(time_left(1_000, 0, 0), Some(0), "nothing to search");
+    assert_eq!(time_left(1_000, 0, 100), None, "nobody knows yet");
+    assert_eq!(time_left(u64::MAX, 1, u64::MAX), Some(u64::MAX));
+}

@@ -5,7 +5,7 @@ use orbitkv_shm_protocol::ids::PageHash;
 use super::{
     Block, FORMAT, FileId, get_array, get_u32, get_u64, is_sealed, put_u32, put_u64, seal,
 };
-use crate::core::{ImageIdentity, Slot};
+use crate::core::{GENERATIONS_END, ImageIdentity, Slot};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"OKVFOOT1");
 const HAS_PARENT: u32 = 1;
@@ -42,7 +42,7 @@ pub enum FooterError {
     /// All zeros: nothing was ever written here.
     #[error("the slot was never written")]
     Empty,
-    /// Not a footer, or one whose checksum does not match.
+    /// Not a footer, or one whose checksum does not match or whose generation cannot be.
     #[error("the footer is torn")]
     Torn,
     /// A footer of another version.
@@ -82,6 +82,10 @@ impl Footer {
         if format != FORMAT {
             return Err(FooterError::Format(format));
         }
+        let generation = get_u64(bytes, GENERATION_AT);
+        if generation >= GENERATIONS_END {
+            return Err(FooterError::Torn);
+        }
         let has_parent = get_u32(bytes, FLAGS_AT) & HAS_PARENT != 0;
         Ok(Self {
             file: FileId(get_array(bytes, FILE_ID_AT)),
@@ -92,7 +96,7 @@ impl Footer {
                 hash: PageHash(get_array(bytes, HASH_AT)),
                 parent: has_parent.then(|| PageHash(get_array(bytes, PARENT_AT))),
                 image_bytes: get_u32(bytes, IMAGE_BYTES_AT),
-                generation: get_u64(bytes, GENERATION_AT),
+                generation,
                 checksum: get_u64(bytes, IMAGE_CHECKSUM_AT),
             },
         })
@@ -171,6 +175,16 @@ mod tests {
     }
 
     #[test]
+    fn a_generation_that_cannot_be_is_torn() {
+        for generation in [GENERATIONS_END, u64::MAX] {
+            let image = ImageIdentity { generation, ..example().image };
+            let mut block = Block::ZERO;
+            Footer { image, ..example() }.encode(&mut block);
+            assert_eq!(Footer::decode(&block), Err(FooterError::Torn));
+        }
+    }
+
+    #[test]
     fn a_footer_belongs_to_its_own_slot_only() {
         let footer = example();
         let slot = Slot { device: 3, offset: footer.slot_offset, bytes: footer.slot_bytes };
@@ -189,7 +203,8 @@ mod tests {
         #[test]
         fn every_footer_is_read_back(
             offset: u64, slot_bytes: u32, namespace: [u8; 32], hash: [u8; 32],
-            parent: Option<[u8; 32]>, image_bytes: u32, generation: u64, checksum: u64,
+            parent: Option<[u8; 32]>, image_bytes: u32, generation in ..GENERATIONS_END,
+            checksum: u64,
         ) {
             let footer = Footer {
                 file: FileId([9; 16]),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::core::RegionGeometry;
+use crate::core::{GENERATIONS_END, RegionGeometry};
 
 use super::{
     BLOCK_BYTES, Block, FORMAT, checksum, get_array, get_u32, get_u64, is_sealed, padded, put_u32,
@@ -10,6 +10,8 @@ use super::{
 };
 
 const MAGIC: u64 = u64::from_le_bytes(*b"OKVSSDT1");
+/// No file is written so often.
+const SEQUENCES_END: u64 = 1 << 62;
 
 /// Copies of the superblock in a file.
 pub const SUPERBLOCK_COPIES: u32 = 2;
@@ -251,7 +253,8 @@ impl Superblock {
         table_offset(self.sequence, self.table_reserved)
     }
 
-    /// Encodes the table into `table` (emptied first) and returns the superblock for it.
+    /// Encodes the table into `table` (emptied first) and returns the superblock for it. Generations
+    /// end at [`GENERATIONS_END`]: no slot is from there.
     pub fn encode(&self, table: &mut Vec<Block>) -> Block {
         let (regions, forgotten, retired) =
             (self.regions.len(), self.forgotten.len(), self.retired.len());
@@ -265,7 +268,7 @@ impl Superblock {
         }
         for entry in &self.forgotten {
             bytes[at..at + 32].copy_from_slice(&entry.namespace);
-            put_u64(bytes, at + 32, entry.generation);
+            put_u64(bytes, at + 32, entry.generation.min(GENERATIONS_END));
             at += FORGOTTEN_ENTRY_BYTES;
         }
         for offset in &self.retired {
@@ -283,8 +286,8 @@ impl Superblock {
         put_u64(head, REGION_BYTES_AT, self.geometry.region_bytes);
         put_u64(head, DATA_OFFSET_AT, self.geometry.data_offset);
         put_u64(head, TABLE_RESERVED_AT, self.table_reserved);
-        put_u64(head, GENERATION_AT, self.generation);
-        put_u64(head, FLOOR_AT, self.generation_floor);
+        put_u64(head, GENERATION_AT, self.generation.min(GENERATIONS_END));
+        put_u64(head, FLOOR_AT, self.generation_floor.min(GENERATIONS_END));
         put_u32(head, REGIONS_AT, regions as u32);
         put_u32(head, FORGOTTEN_AT, forgotten as u32);
         put_u32(head, RETIRED_AT, retired as u32);
@@ -372,7 +375,8 @@ impl SuperblockHead {
                 || (RegionGeometry::is_slot_length(*slot_bytes)
                     && u64::from(*slot_bytes) <= self.geometry.region_bytes)
         });
-        if slots_fit && decoded.retired.is_sorted() {
+        let are_given = decoded.forgotten.iter().all(|entry| entry.generation <= GENERATIONS_END);
+        if slots_fit && are_given && decoded.retired.is_sorted() {
             Ok(decoded)
         } else {
             Err(SuperblockError::Numbers)
@@ -395,6 +399,8 @@ impl SuperblockHead {
             && capacity_bytes > data_offset
             && capacity_bytes.div_ceil(region_bytes) <= REGIONS_MAX
             && self.regions == self.geometry.regions()
+            && self.sequence < SEQUENCES_END
+            && self.generation.max(self.generation_floor) <= GENERATIONS_END
             && self.forgotten as usize <= FORGOTTEN_MAX
             && self.retired as usize <= RETIRED_MAX
             && (self.table_blocks() * BLOCK_BYTES) as u64 <= self.table_reserved
@@ -564,12 +570,34 @@ mod tests {
             (TABLE_RESERVED_AT, u64::MAX - 4095),
             (REGIONS_AT, u64::MAX),
             (RETIRED_AT, u64::MAX),
+            (SEQUENCE_AT, u64::MAX),
+            (GENERATION_AT, GENERATIONS_END + 1),
+            (FLOOR_AT, u64::MAX),
         ] {
             let mut head = good;
             put_u64(&mut head.0, at, value);
             seal(&mut head);
             assert_eq!(SuperblockHead::decode(&head), Err(SuperblockError::Numbers), "at {at}");
         }
+    }
+
+    #[test]
+    fn a_forget_of_a_generation_that_cannot_be_is_refused_and_never_written() {
+        let mut state = example();
+        state.forget([0xCD; 32], u64::MAX);
+        (state.generation, state.generation_floor) = (u64::MAX, u64::MAX);
+        let mut table = Vec::new();
+        let mut head = state.encode(&mut table);
+        let read_back = read(&head, &table).unwrap();
+        assert!(read_back.is_forgotten(&[0xCD; 32], GENERATIONS_END - 1));
+        assert_eq!(read_back.generation, GENERATIONS_END);
+
+        let at = 5 * REGION_ENTRY_BYTES + FORGOTTEN_ENTRY_BYTES + 32;
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut table);
+        put_u64(bytes, at, GENERATIONS_END + 1);
+        put_u64(&mut head.0, TABLE_CHECKSUM_AT, checksum(bytes));
+        seal(&mut head);
+        assert_eq!(read(&head, &table), Err(SuperblockError::Numbers));
     }
 
     /// A number that a head may hold: often one that is nearly right.
@@ -658,8 +686,10 @@ mod tests {
         #[test]
         fn every_state_is_read_back(
             capacity in (2_u64 << 20)..(1 << 40), slot_max in 8192_u32..(64 << 20),
-            sequence: u64, generation: u64, floor: u64,
-            forgotten in proptest::collection::vec((any::<[u8; 32]>(), any::<u64>()), 0..20),
+            sequence in ..SEQUENCES_END, generation in ..=GENERATIONS_END,
+            floor in ..=GENERATIONS_END,
+            forgotten in
+                proptest::collection::vec((any::<[u8; 32]>(), ..=GENERATIONS_END), 0..20),
             retired in proptest::collection::vec(any::<u64>(), 0..600),
         ) {
             let mut state = Superblock::new(FileId([3; 16]), capacity, slot_max).unwrap();
