@@ -3,7 +3,7 @@
 //! Fault model. Copies, reads and writes end in any order and as late as chance has it. A copy can
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
 //! an errno, come short, or find the tier off; an image on disk can rot. A device can answer nothing
-//! for a while. Engines cancel at any
+//! for a while, or refuse every write and be tried with single ones meanwhile. Engines cancel at any
 //! moment, are killed at any moment, forget to release, name leases of others, send records that no
 //! correct client sends. The Manager is killed at any moment and starts again over what reached the
 //! disk, or serves before it knows what did. Time jumps past deadlines and leases.
@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use fastrand::Rng;
 use orbitkv_manager::core::{
-    CopyFault, Core, CoreConfig, Direction, IoFault, RegionGeometry, SpillPolicy,
+    CopyFault, Core, CoreConfig, Direction, Intake, IoFault, RegionGeometry, SpillPolicy,
 };
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId};
@@ -166,6 +166,8 @@ pub struct Simulation {
     /// Positions of a lease that a restore ended, by number of the part.
     used: BTreeMap<LeaseId, BTreeSet<(usize, usize)>>,
     released: BTreeSet<LeaseId>,
+    /// Which devices refuse every write.
+    off: Vec<bool>,
     forgets: u32,
     /// A device that answers nothing.
     silent: Option<u16>,
@@ -200,6 +202,7 @@ impl Simulation {
         let mut rng = Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6f72_6269);
         let plan = Plan::new(&mut rng);
         let world = World::new(plan.config.clone(), &plan.devices);
+        let devices = plan.devices.len();
         Self {
             seed,
             rng,
@@ -209,6 +212,7 @@ impl Simulation {
             leases: Vec::new(),
             used: BTreeMap::new(),
             released: BTreeSet::new(),
+            off: vec![false; devices],
             forgets: 0,
             silent: None,
             event: 0,
@@ -282,7 +286,8 @@ impl Simulation {
             952..956 => self.toggle_device(),
             956..958 => self.world.pump(),
             958..960 => self.silence(),
-            960..985 => {
+            960..967 => self.tend_devices(),
+            967..985 => {
                 let ticks = self.rng.u64(..3 * MILLISECOND);
                 self.world.advance(ticks);
             }
@@ -325,6 +330,9 @@ impl Simulation {
                 Fate::Good
             }
             Work::Read { .. } if faulty => Fate::Io(io[self.rng.usize(..4)]),
+            Work::Write { slot, .. } if self.off[usize::from(slot.device)] => {
+                Fate::Io(IoFault::Off)
+            }
             Work::Write { .. } if faulty => Fate::Io(io[[0, 1, 3][self.rng.usize(..3)]]),
             Work::Forget { .. } if faulty => Fate::Io(io[0]),
             _ => Fate::Good,
@@ -622,6 +630,26 @@ impl Simulation {
         }
     }
 
+    /// A device begins or ceases to refuse every write; one that takes none is tried, or used again.
+    fn tend_devices(&mut self) {
+        if self.plan.faults == 0 {
+            return;
+        }
+        for device in 0..self.plan.devices.len() {
+            let takes_none = self.world.core.device_intake(device as u16) == Intake::Nothing;
+            let intake = match self.rng.u8(..4) {
+                0 => {
+                    self.off[device] ^= true;
+                    continue;
+                }
+                1 if takes_none => Intake::One,
+                2 if takes_none => Intake::All,
+                _ => continue,
+            };
+            self.world.core.set_device_intake(device as u16, intake);
+        }
+    }
+
     /// A device falls silent, or the one that is answers again.
     fn silence(&mut self) {
         let devices = self.plan.devices.len() as u16;
@@ -652,6 +680,7 @@ impl Simulation {
     /// Lets everything end, checks that nothing is left, then that the pool is as good as new.
     fn wind_down(&mut self) {
         self.plan.faults = 0;
+        self.off.fill(false);
         self.silent = None;
         self.world.end_census();
         for device in 0..self.plan.devices.len() {

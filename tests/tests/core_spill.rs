@@ -1,7 +1,7 @@
 //! Goal: what DRAM will lose first is written first, a chain from its root, and each offer has one
 //! outcome. Method: small pools over small devices, writes ended one by one.
 
-use orbitkv_manager::core::{CoreConfig, Direction, IoFault, SpillOutcome, SpillPolicy};
+use orbitkv_manager::core::{CoreConfig, Direction, Intake, IoFault, SpillOutcome, SpillPolicy};
 use orbitkv_shm_protocol::ids::PageHash;
 use orbitkv_shm_protocol::record::Status;
 use orbitkv_tests::rig::{PAGE, Rig, Seat, generous};
@@ -113,7 +113,7 @@ fn a_failed_root_is_written_with_its_next_child() {
     let mut rig = Rig::ssd(32, 64);
     let whole = chain(1, 3);
     rig.stored(&whole[..1]);
-    rig.world.finish(0, Fate::Io(IoFault::Off));
+    rig.world.finish(0, Fate::Io(IoFault::NoSpace));
     assert_eq!(rig.in_flight(is_write), 0);
     let entries = orbitkv_tests::world::pages_after(whole[0], &whole[1..]);
     rig.world.save(rig.seat.session, rig.seat.region, &entries);
@@ -137,6 +137,103 @@ fn writes_that_end_before_their_parents_fail_are_taken_back() {
     assert_eq!(rig.hits(&whole), 4);
     let stats = rig.world.core.stats();
     assert_eq!(stats.spill_offered, stats.spill.iter().sum::<u64>());
+}
+
+/// A device that does nothing takes nothing away: what it refused waits, and it is not asked again
+/// before it is said to take images.
+#[test]
+fn pages_that_a_device_does_not_take_wait_until_it_does() {
+    let mut rig = Rig::ssd(32, 64);
+    let whole = chain(1, 4);
+    rig.stored(&whole);
+    assert_eq!(writing(&rig), whole);
+    // The last two are on SSD before the first two are refused.
+    rig.world.finish(3, Fate::Good);
+    rig.world.finish(2, Fate::Good);
+    assert_eq!(rig.world.core.device_intake(0), Intake::All);
+    rig.world.finish(1, Fate::Io(IoFault::Off));
+    rig.world.finish(0, Fate::Io(IoFault::Off));
+    assert_eq!(rig.world.core.device_intake(0), Intake::Nothing);
+    let more = chain(2, 3);
+    rig.stored(&more);
+    rig.world.pump();
+    assert_eq!(rig.in_flight(is_write), 0, "it is not asked again");
+    assert!(!rig.world.core.spill_can_go_on());
+    assert_eq!(rig.world.core.gauges().spill_pages, 2 + 3);
+    assert_eq!(rig.world.core.device_usage(0).1, 2, "what is there stays there");
+    let stats = rig.world.core.stats();
+    assert_eq!(stats.ssd_write_errors[IoFault::Off.index()], 2);
+    assert_eq!((stats.spill_offered, outcomes(&rig, SpillOutcome::Written)), (4 + 3, 2));
+    rig.world.core.check_laws();
+
+    rig.world.core.set_device_accepts_writes(0, true);
+    rig.world.pump();
+    assert_eq!(writing(&rig)[..2], whole[..2], "they were the coldest");
+    rig.world.settle();
+    let stats = rig.world.core.stats();
+    assert_eq!((stats.spill_offered, outcomes(&rig, SpillOutcome::Written)), (7, 7));
+    assert_eq!(outcomes(&rig, SpillOutcome::Failed), 0);
+    rig.world.evict_dram();
+    assert_eq!((rig.hits(&whole), rig.hits(&more)), (4, 3));
+}
+
+#[test]
+fn pages_that_one_device_does_not_take_go_to_another() {
+    let devices = [device(1, 64 * 2 * PAGE), device(1, 64 * 2 * PAGE)];
+    let mut rig = Rig::new(config(32), &devices, spec("model", PAGE));
+    rig.world.core.set_device_accepts_writes(1, false);
+    let whole = chain(1, 6);
+    rig.stored(&whole);
+    assert_eq!(rig.in_flight(is_write), 6);
+    rig.world.core.set_device_accepts_writes(1, true);
+    for _ in 0..6 {
+        rig.world.finish(0, Fate::Io(IoFault::Off));
+    }
+    assert_eq!(rig.in_flight(is_write), 6);
+    rig.world.settle();
+    assert_eq!((rig.world.core.device_usage(0).1, rig.world.core.device_usage(1).1), (0, 6));
+    rig.world.evict_dram();
+    assert_eq!(rig.hits(&whole), 6);
+}
+
+#[test]
+fn a_device_that_is_tried_gets_one_page_a_try() {
+    let mut rig = Rig::ssd(32, 64);
+    rig.world.core.set_device_accepts_writes(0, false);
+    let whole = chain(1, 6);
+    rig.stored(&whole);
+    for fate in [Fate::Io(IoFault::Off), Fate::Io(IoFault::Off), Fate::Good] {
+        rig.world.core.set_device_intake(0, Intake::One);
+        assert!(rig.world.core.spill_can_go_on());
+        rig.world.pump();
+        assert_eq!(writing(&rig), whole[..1]);
+        assert_eq!(rig.world.core.device_intake(0), Intake::Nothing);
+        rig.world.finish(0, fate);
+        assert_eq!(rig.in_flight(is_write), 0);
+    }
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 1);
+    rig.world.core.set_device_intake(0, Intake::All);
+    rig.world.pump();
+    assert_eq!(writing(&rig), whole[1..]);
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 6);
+}
+
+#[test]
+fn pages_that_come_back_may_be_forgotten() {
+    let mut rig = Rig::ssd(32, 64);
+    rig.stored(&chain(1, 4));
+    for _ in 0..2 {
+        rig.world.finish(0, Fate::Io(IoFault::Off));
+    }
+    let scope = rig.seat.scope;
+    rig.world.ask(rig.seat.session, orbitkv_shm_protocol::record::RequestBody::Forget { scope });
+    while let Some(at) = rig.world.work.iter().position(is_write) {
+        rig.world.finish(at, Fate::Io(IoFault::Off));
+    }
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Superseded), 4);
+    assert!(rig.world.core.spill_is_drained());
 }
 
 /// Three pages a turn.

@@ -76,7 +76,7 @@ pub use laws::PageView;
 pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
 pub use recover::{Recovered, RecoveredPage};
 pub use registration::CoreRefusal;
-pub use slots::{DeviceLayout, slot_bytes};
+pub use slots::{DeviceLayout, Intake, slot_bytes};
 pub use spill::SpillPolicy;
 pub use stats::{Gauges, LeaseEnd, PrepareOutcome, SpillOutcome, Stats};
 pub use view::{Evicted, Eviction, LeaseView, NamespaceView, OperationView, SessionView};

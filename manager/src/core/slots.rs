@@ -52,7 +52,7 @@ struct Device {
     geometry: RegionGeometry,
     regions: Vec<Region>,
     unused: Vec<u32>,
-    accepts_writes: bool,
+    intake: Intake,
     /// Its slots could not be read: it is not used in this life.
     lost: bool,
     used_bytes: u64,
@@ -61,6 +61,17 @@ struct Device {
     retired_bytes: u64,
     /// How far it is behind its share of the runs.
     behind: i128,
+}
+
+/// What a device takes of new images.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Intake {
+    /// As many as come.
+    All,
+    /// The next one, to see whether it works again.
+    One,
+    /// None, until it is told otherwise.
+    Nothing,
 }
 
 /// Slots of one size.
@@ -113,7 +124,7 @@ impl Slots {
             geometry,
             regions: Vec::new(),
             unused: Vec::new(),
-            accepts_writes: true,
+            intake: Intake::All,
             lost: false,
             used_bytes: 0,
             used_slots: 0,
@@ -229,6 +240,9 @@ impl Slots {
             }
         };
         let slot = device.take(number as u16, region)?;
+        if device.intake == Intake::One {
+            device.intake = Intake::Nothing;
+        }
         self.classes[class].used += 1;
         Some(Allocation { slot, first_of_region })
     }
@@ -244,7 +258,7 @@ impl Slots {
     fn can_give(&mut self, class: usize, number: usize) -> bool {
         let slot_bytes = self.classes[class].slot_bytes;
         let Some(device) = self.devices.get(number) else { return false };
-        if !device.accepts_writes {
+        if device.intake == Intake::Nothing {
             return false;
         }
         while let Some(&region) = self.open(class, number as u16).last() {
@@ -307,7 +321,7 @@ impl Slots {
         self.next_generation = self.next_generation.max(last_generation.min(GENERATIONS_END) + 1);
         for &number in lost {
             if let Some(device) = self.devices.get_mut(usize::from(number)) {
-                (device.lost, device.accepts_writes) = (true, false);
+                (device.lost, device.intake) = (true, Intake::Nothing);
             }
         }
     }
@@ -425,7 +439,7 @@ impl Slots {
             let Some(slot) = slot else { continue };
             let device = &self.devices[usize::from(slot.device)];
             let (region, _) = device.geometry.slot_at(slot.offset, slot.bytes)?;
-            if device.geometry.slots(region, slot_bytes) == 0 || !device.accepts_writes {
+            if device.geometry.slots(region, slot_bytes) == 0 || device.intake == Intake::Nothing {
                 continue;
             }
             let owners = &device.regions[region as usize].owners;
@@ -455,19 +469,24 @@ impl Slots {
 
     /// Whether any device is used for new images.
     pub(super) fn take_writes(&self) -> bool {
-        self.devices.iter().any(|device| device.accepts_writes)
+        self.devices.iter().any(|device| device.intake != Intake::Nothing)
     }
 
     /// Whether a device is used for new images.
     pub(super) fn accepts_writes(&self, number: u16) -> bool {
-        self.devices.get(usize::from(number)).is_some_and(|device| device.accepts_writes)
+        self.intake(number) != Intake::Nothing
+    }
+
+    /// What a device takes.
+    pub(super) fn intake(&self, number: u16) -> Intake {
+        self.devices.get(usize::from(number)).map_or(Intake::Nothing, |device| device.intake)
     }
 
     /// Stops or resumes the use of a device for new images.
-    pub(super) fn set_accepts_writes(&mut self, number: u16, accepts: bool) {
+    pub(super) fn set_intake(&mut self, number: u16, intake: Intake) {
         let Some(device) = self.devices.get_mut(usize::from(number)) else { return };
-        device.accepts_writes = accepts && !device.lost;
-        if !device.accepts_writes {
+        device.intake = if device.lost { Intake::Nothing } else { intake };
+        if device.intake == Intake::Nothing {
             return;
         }
         let mut open = Vec::new();
@@ -511,7 +530,7 @@ impl Slots {
                     let open = region.open && class.slot_bytes == region.slot_bytes;
                     assert_eq!(listed, usize::from(open), "open list of region {at:?}");
                 }
-                let usable = device.accepts_writes && !region.free.is_empty();
+                let usable = device.intake != Intake::Nothing && !region.free.is_empty();
                 assert!(region.open || !usable, "free slots of region {at:?} are lost");
                 let mut free = region.free.clone();
                 free.sort_unstable();
@@ -679,11 +698,11 @@ mod tests {
         assert_eq!(runs, 8, "two of three runs go to the larger one");
         assert!(order[..3 * per_run].contains(&1), "it does not fill one first");
         // One that was away has more room and gets more, not all.
-        slots.set_accepts_writes(1, false);
+        slots.set_intake(1, Intake::Nothing);
         for _ in 0..16 * per_run {
             assert_eq!(slots.allocate(bytes, |_| true).unwrap().slot.device, 0);
         }
-        slots.set_accepts_writes(1, true);
+        slots.set_intake(1, Intake::All);
         let mut counts = [0, 0];
         for _ in 0..12 * per_run {
             counts[usize::from(slots.allocate(bytes, |_| true).unwrap().slot.device)] += 1;
@@ -704,13 +723,13 @@ mod tests {
     fn a_device_that_takes_no_writes_is_passed_over() {
         let both = [device(64 << 20, 8 << 20), device(64 << 20, 8 << 20)];
         let mut slots = Slots::new(&both);
-        slots.set_accepts_writes(0, false);
+        slots.set_intake(0, Intake::Nothing);
         for _ in 0..20 {
             assert_eq!(slots.allocate(8192, |_| true).unwrap().slot.device, 1);
         }
-        slots.set_accepts_writes(1, false);
+        slots.set_intake(1, Intake::Nothing);
         assert_eq!(slots.allocate(8192, |_| true), None);
-        slots.set_accepts_writes(1, true);
+        slots.set_intake(1, Intake::All);
         assert!(slots.allocate(8192, |_| true).is_some());
     }
 }

@@ -10,7 +10,7 @@ use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
 use super::index::PageId;
 use super::query::charge;
-use super::slots::slot_bytes;
+use super::slots::{Intake, slot_bytes};
 use super::stats::SpillOutcome;
 use super::write_budget::WriteBudget;
 
@@ -366,6 +366,20 @@ impl Core {
                 self.end_slot(slot, false, out);
                 self.give_up_below(page);
             }
+            Some(IoFault::Off) => {
+                self.stats.ssd_write_errors[IoFault::Off.index()] += 1;
+                // Whoever looks after the device says when it takes images again.
+                self.slots.set_intake(slot.device, Intake::Nothing);
+                self.end_slot(slot, false, out);
+                if !self.pages[page].indexed {
+                    self.stats.spilled(SpillOutcome::Superseded);
+                } else if found_again {
+                    self.wait_again(page);
+                } else {
+                    self.stats.spilled(SpillOutcome::Failed);
+                    self.give_up_below(page);
+                }
+            }
             Some(fault) => {
                 self.stats.spilled(SpillOutcome::Failed);
                 self.stats.ssd_write_errors[fault.index()] += 1;
@@ -377,6 +391,14 @@ impl Core {
         if !self.pages[page].indexed {
             self.bury(page, out);
         }
+    }
+
+    /// Puts a page whose write was not done back into the spill set, as the next to be written: it
+    /// is still the same offer. What hangs on it stays where it is.
+    fn wait_again(&mut self, page: PageId) {
+        debug_assert!(self.pages[page].is_resident());
+        self.spill_bytes += self.pages[page].extent.map_or(0, |extent| u64::from(extent.bytes));
+        self.spill.place_coldest(&mut self.pages, page);
     }
 
     /// Takes what is below a page that did not get to SSD away from there, in the turns that follow.

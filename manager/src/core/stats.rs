@@ -18,7 +18,7 @@ pub enum SpillOutcome {
     SkippedByPolicy = 3,
     /// Evicted from DRAM before its write began.
     EvictedUnwritten = 4,
-    /// The write failed, or the tier takes none.
+    /// The write failed, or that of a page that it hangs on.
     Failed = 5,
 }
 

@@ -9,6 +9,7 @@ use super::event::Nanos;
 use super::in_flight::InFlight;
 use super::index::PageId;
 use super::job::Stage;
+use super::slots::Intake;
 use super::stats::{Gauges, Stats};
 
 /// A session as inspection shows it.
@@ -128,7 +129,18 @@ impl Core {
 
     /// Stops or resumes the use of one SSD device for new images.
     pub fn set_device_accepts_writes(&mut self, device: u16, accepts: bool) {
-        self.slots.set_accepts_writes(device, accepts);
+        self.set_device_intake(device, if accepts { Intake::All } else { Intake::Nothing });
+    }
+
+    /// What one SSD device takes of new images: nothing after a write that ended with
+    /// [`IoFault::Off`](super::IoFault::Off), or the one that was let through.
+    pub fn device_intake(&self, device: u16) -> Intake {
+        self.slots.intake(device)
+    }
+
+    /// Says what one SSD device takes of new images.
+    pub fn set_device_intake(&mut self, device: u16, intake: Intake) {
+        self.slots.set_intake(device, intake);
     }
 
     /// Whether every offered page has its outcome and no write is in flight.

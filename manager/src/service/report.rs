@@ -119,8 +119,9 @@ impl Service {
     /// Ready or degraded, as the SSD devices are; new images go to those that take them.
     fn show_health(&mut self) {
         if let Some(storage) = &mut self.storage {
-            for (device, takes) in storage.write_changes(self.tables_shown_ns) {
-                self.core.set_device_accepts_writes(device, takes);
+            let intake = |device| self.core.device_intake(device);
+            for (device, intake) in storage.intake_changes(self.tables_shown_ns, intake) {
+                self.core.set_device_intake(device, intake);
             }
         }
         let healthy = self.storage.as_ref().is_none_or(Storage::is_healthy);

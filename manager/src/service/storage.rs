@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use orbitkv_shm_protocol::telemetry::{SsdEngine, SsdHealth, SsdRecovery, SsdRetry, SsdStop};
 
-use crate::core::{Effect, Event, Nanos, Recovered};
+use crate::core::{Effect, Event, Intake, Nanos, Recovered};
 use crate::ssd::{
-    Cause, DeviceInfo, EngineKind, Health, QueueFull, ReadOrder, ScanState, SsdEnd, SsdTier,
-    WriteOrder,
+    Cause, DeviceInfo, DeviceStatus, EngineKind, Health, QueueFull, ReadOrder, ScanState, SsdEnd,
+    SsdTier, WriteOrder,
 };
 use crate::telemetry::mirror::{DeviceMirror, PaceMirror};
 
@@ -168,12 +168,16 @@ impl Storage {
         Cause::ALL.iter().map(|&cause| reason_of(cause)).zip(self.stops)
     }
 
-    /// Looks after the devices, says once what changed, and returns those that begin or cease to
-    /// take new images, as `(number, takes)`: one whose writes fail rests, and is tried again for a
-    /// moment after each [`WRITE_REST_NS`].
-    pub(super) fn write_changes(&mut self, now: Nanos) -> impl Iterator<Item = (u16, bool)> {
+    /// Looks after the devices, says once what changed, and returns what those take of new images
+    /// that begin or cease to take some, given what each was last told, or found out: one whose
+    /// writes fail rests, and is tried again with one image after each [`WRITE_REST_NS`].
+    pub(super) fn intake_changes(
+        &mut self,
+        now: Nanos,
+        intake: impl Fn(u16) -> Intake,
+    ) -> Vec<(u16, Intake)> {
         let mut changes = Vec::new();
-        let Some(tier) = &mut self.tier else { return changes.into_iter() };
+        let Some(tier) = &mut self.tier else { return changes };
         tier.tend();
         let known = self.devices.iter().zip(&mut self.said).zip(&mut self.resting_since);
         for (number, (status, ((info, said), resting))) in tier.status().zip(known).enumerate() {
@@ -188,22 +192,22 @@ impl Storage {
                 }
                 *said = status.health;
             }
-            let fit = status.health == Health::Healthy;
-            let rested = resting.is_some_and(|since| now.saturating_sub(since) >= WRITE_REST_NS);
-            let takes = match *resting {
-                None if !fit => {
-                    *resting = Some(now);
-                    false
-                }
-                Some(_) if fit || (rested && status.tries_writes) => {
-                    *resting = None;
-                    true
-                }
-                _ => continue,
+            let number = number as u16;
+            let was = intake(number);
+            let since = match was {
+                Intake::Nothing => *resting.get_or_insert(now),
+                _ => now,
             };
-            changes.push((number as u16, takes));
+            let rested = now.saturating_sub(since) >= WRITE_REST_NS;
+            let takes = intake_of(&status, was, rested);
+            if takes != Intake::Nothing {
+                *resting = None;
+            }
+            if takes != was {
+                changes.push((number, takes));
+            }
         }
-        changes.into_iter()
+        changes
     }
 
     /// Whether every device reads and writes.
@@ -269,6 +273,16 @@ impl Storage {
                 scan_read_bytes: scan.read_bytes,
             }
         })
+    }
+}
+
+/// What a device takes from now on.
+fn intake_of(status: &DeviceStatus, was: Intake, rested: bool) -> Intake {
+    match was {
+        _ if status.health == Health::Healthy => Intake::All,
+        Intake::One if status.tries_writes => Intake::One,
+        Intake::Nothing if status.tries_writes && rested => Intake::One,
+        _ => Intake::Nothing,
     }
 }
 
