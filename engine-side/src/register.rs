@@ -168,5 +168,6 @@ fn segment_spec(segment: &Segment) -> SegmentSpec {
         offset: segment.offset,
         stride: segment.stride,
         length: segment.length,
+        layer: 0,
     }
 }

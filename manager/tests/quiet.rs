@@ -233,7 +233,7 @@ fn a_request_allocates_nothing_in_the_reactor() {
     rustix::fs::ftruncate(&memfd, PAGE).unwrap();
     let spec = MemorySpec::Memfd { bytes: PAGE };
     let memory = engine.ask(&ClientMessage::RegisterMemory(spec), &[memfd.as_fd()]);
-    let segments = vec![SegmentSpec { memory, offset: 0, stride: PAGE, length: PAGE }];
+    let segments = vec![SegmentSpec { memory, offset: 0, stride: PAGE, length: PAGE, layer: 0 }];
     let spec = RegionSpec { scope, pages: 1, segments };
     let region = RegionId(engine.ask(&ClientMessage::RegisterRegion(spec), &[]));
     let (one, none) = (PageRange { start: 0, len: 1 }, PageRange::default());

@@ -125,8 +125,13 @@ fn messages_and_descriptors_arrive_in_both_directions() {
 #[test]
 fn the_largest_region_fits_a_message() {
     let _turn = turn();
-    let segment =
-        SegmentSpec { memory: u32::MAX, offset: u64::MAX, stride: u64::MAX, length: u64::MAX };
+    let segment = SegmentSpec {
+        memory: u32::MAX,
+        offset: u64::MAX,
+        stride: u64::MAX,
+        length: u64::MAX,
+        layer: 0,
+    };
     let message = ClientMessage::RegisterRegion(RegionSpec {
         scope: u32::MAX,
         pages: u32::MAX,
@@ -309,7 +314,7 @@ fn memory_descriptions_survive_the_journey() {
 
 /// One correct message of each kind and direction, as JSON.
 fn bodies() -> Vec<Vec<u8>> {
-    let segment = SegmentSpec { memory: 1, offset: 4096, stride: 8192, length: 4096 };
+    let segment = SegmentSpec { memory: 1, offset: 4096, stride: 8192, length: 4096, layer: 0 };
     let namespace = NamespaceSpec {
         model: "m".into(),
         dtype: "bfloat16".into(),

@@ -105,7 +105,7 @@ pub(crate) mod bootstrap {
 
     /// One message of most kinds.
     pub(crate) fn seeds() -> Vec<Vec<u8>> {
-        let segment = SegmentSpec { memory: 1, offset: 4096, stride: 8192, length: 4096 };
+        let segment = SegmentSpec { memory: 1, offset: 4096, stride: 8192, length: 4096, layer: 0 };
         let from_client = [
             ClientMessage::Hello {
                 layout_fingerprint: LAYOUT_FINGERPRINT,

@@ -207,7 +207,7 @@ fn region_over(raw: &Raw, memory: u32) -> RegionId {
     let scope = ask(&raw.socket, &ClientMessage::DefineNamespace(namespace("hostile")));
     let ManagerMessage::Scope { scope, .. } = scope else { panic!("{scope:?}") };
     let (stride, length) = (PAGE as u64, PAGE as u64);
-    let segments = vec![SegmentSpec { memory, offset: 0, stride, length }];
+    let segments = vec![SegmentSpec { memory, offset: 0, stride, length, layer: 0 }];
     let spec = RegionSpec { scope, pages: 16, segments };
     let answer = ask(&raw.socket, &ClientMessage::RegisterRegion(spec));
     let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };

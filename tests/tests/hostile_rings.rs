@@ -43,7 +43,7 @@ fn register(raw: &Raw, model: &str) -> (ScopeId, RegionId) {
     let (answer, _) = transport::receive_manager(&raw.socket, manager::PATIENCE).unwrap();
     let ManagerMessage::Memory { memory } = answer else { panic!("{answer:?}") };
     let (stride, length) = (PAGE as u64, PAGE as u64);
-    let segments = vec![SegmentSpec { memory, offset: 0, stride, length }];
+    let segments = vec![SegmentSpec { memory, offset: 0, stride, length, layer: 0 }];
     let spec = RegionSpec { scope, pages: 16, segments };
     let answer = ask(&raw.socket, &ClientMessage::RegisterRegion(spec));
     let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };

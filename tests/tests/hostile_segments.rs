@@ -51,7 +51,7 @@ impl Client {
         let (answer, _) = transport::receive_manager(&raw.socket, PATIENCE).unwrap();
         let ManagerMessage::Memory { memory: handle } = answer else { panic!("{answer:?}") };
         let (stride, length) = (PAGE as u64, PAGE as u64);
-        let segments = vec![SegmentSpec { memory: handle, offset: 0, stride, length }];
+        let segments = vec![SegmentSpec { memory: handle, offset: 0, stride, length, layer: 0 }];
         let spec = RegionSpec { scope, pages: 16, segments };
         let answer = ask(&raw.socket, &ClientMessage::RegisterRegion(spec));
         let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };

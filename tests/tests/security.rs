@@ -64,7 +64,7 @@ fn scope(raw: &Raw, model: &str) -> ScopeId {
 fn middle(scope: ScopeId, memory: u32) -> RegionSpec {
     let (stride, length) = (PAGE as u64, PAGE as u64);
     let offset = u64::from(REGION_FIRST) * stride;
-    let segments = vec![SegmentSpec { memory, offset, stride, length }];
+    let segments = vec![SegmentSpec { memory, offset, stride, length, layer: 0 }];
     RegionSpec { scope: scope.0, pages: REGION_PAGES, segments }
 }
 

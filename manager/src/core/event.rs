@@ -94,6 +94,8 @@ pub enum CopyFault {
     Device,
     /// The fence is missing, unknown or invalid.
     Fence,
+    /// The fence did not pass before the operation's deadline.
+    FenceTimeout,
 }
 
 /// Why an SSD operation failed.

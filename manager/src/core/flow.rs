@@ -295,6 +295,7 @@ impl Core {
         let code = match fault {
             None => Code::None,
             Some(CopyFault::Fence) => Code::BadFence,
+            Some(CopyFault::FenceTimeout) => Code::Deadline,
             Some(CopyFault::Peer | CopyFault::Device) => Code::DeviceError,
         };
         let done = if fault.is_none() { len } else { pages_done.min(len) };

@@ -7,6 +7,7 @@ mod host;
 mod region;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use orbitkv_shm_protocol::segment::DoneWords;
 
@@ -56,16 +57,52 @@ impl DeviceMemory {
     }
 }
 
-/// Where an operation's done word lies, and what to store there.
+/// An event of an engine: whether what it recorded before is done.
+pub trait DeviceEvent: Send + Sync {
+    /// Whether all work recorded by the event is done, without waiting for it.
+    ///
+    /// # Errors
+    /// The event, or the device behind it, is no more.
+    fn has_passed(&self) -> Result<bool, CopyError>;
+}
+
+/// What a copy waits for before it touches a byte.
+#[derive(Clone)]
+pub struct Fence {
+    /// The event.
+    pub event: Arc<dyn DeviceEvent>,
+    /// Its index in the session's pool, for messages.
+    pub index: u32,
+    /// When it is not waited for any more: the copy ends with [`CopyError::FenceTimeout`].
+    pub until: Instant,
+}
+
+impl Fence {
+    /// Whether the copy may begin. Never waits.
+    pub(crate) fn look(&self) -> Result<bool, CopyError> {
+        let passed = self.event.has_passed().map_err(|error| match error {
+            CopyError::BrokenFence { code, .. } => {
+                CopyError::BrokenFence { fence: self.index, code }
+            }
+            error => error,
+        })?;
+        if !passed && Instant::now() >= self.until {
+            return Err(CopyError::FenceTimeout { fence: self.index });
+        }
+        Ok(passed)
+    }
+}
+
+/// The done words of an operation, and what to store there.
 #[derive(Clone, Debug)]
 pub struct DoneWord {
     /// The session's words.
     pub words: DoneWords,
     /// Index of the operation, below the session's credits.
     pub operation_index: u32,
-    /// Word of that operation.
-    pub word_index: u32,
-    /// Stored after the last byte.
+    /// Words of that operation: 1, or one a layer.
+    pub count: u32,
+    /// Stored after the last byte of the operation or layer.
     pub value: u32,
 }
 
@@ -81,9 +118,10 @@ pub struct CopyCommand {
     pub pages: Vec<CopyPage>,
     /// Bytes of one page image: the region's.
     pub image_bytes: u32,
-    /// Event to wait for first. A device without events refuses it.
-    pub fence: Option<u32>,
-    /// Stored once the last byte of the last page is in place, and only then.
+    /// Event to wait for first.
+    pub fence: Option<Fence>,
+    /// With one word, it is stored once the last byte of the last page is in place, and only then.
+    /// With one a layer, each is stored once its layer is in place on every page, in their order.
     pub done: Option<DoneWord>,
     /// Comes back in the end, filled; give a used one to save an allocation. Cleared first.
     pub checksums: Vec<u64>,
@@ -153,11 +191,27 @@ pub enum CopyError {
         /// Positive errno.
         errno: i32,
     },
-    /// The device has no events, or not this one.
-    #[error("fence {fence} is unknown to this device")]
-    NoFence {
-        /// As asked for.
+    /// The event of the fence cannot be asked.
+    #[error("fence {fence} cannot be waited for: CUDA error {code}")]
+    BrokenFence {
+        /// Its index in the session's pool.
         fence: u32,
+        /// As the driver numbers it.
+        code: u32,
+    },
+    /// What the fence was recorded after did not end in time.
+    #[error("fence {fence} did not pass before the deadline of its operation")]
+    FenceTimeout {
+        /// Its index in the session's pool.
+        fence: u32,
+    },
+    /// The GPU, or our context on it, is lost: it copies nothing any more.
+    #[error("gpu {gpu} is lost: CUDA error {code}")]
+    GpuLost {
+        /// Its number in this process.
+        gpu: u32,
+        /// As the driver numbers it.
+        code: u32,
     },
     /// The command does not fit its region or the image memory: a bug of the caller.
     #[error("page {page} of the command does not fit its region or image memory")]
@@ -179,14 +233,15 @@ impl CopyError {
                 libc::ENOMEM | libc::ENOSPC | libc::EIO => CopyFault::Device,
                 _ => CopyFault::Peer,
             },
-            Self::NoFence { .. } => CopyFault::Fence,
-            Self::BadCommand { .. } => CopyFault::Device,
+            Self::BrokenFence { .. } => CopyFault::Fence,
+            Self::FenceTimeout { .. } => CopyFault::FenceTimeout,
+            Self::GpuLost { .. } | Self::BadCommand { .. } => CopyFault::Device,
         }
     }
 
-    /// Whether the peer behind the memory is not the one that registered it any more, so that its
-    /// session must end.
+    /// Whether the session must end: the peer behind the memory is not the one that registered it
+    /// any more, or nothing can reach that memory again.
     pub const fn ends_session(self) -> bool {
-        matches!(self, Self::PeerExited { .. } | Self::NonceLost { .. })
+        matches!(self, Self::PeerExited { .. } | Self::NonceLost { .. } | Self::GpuLost { .. })
     }
 }

@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     fn segment(memory: u32, offset: u64, stride: u64, length: u64) -> SegmentSpec {
-        SegmentSpec { memory, offset, stride, length }
+        SegmentSpec { memory, offset, stride, length, layer: 0 }
     }
 
     fn region(pages: u32, segments: Vec<SegmentSpec>) -> RegionSpec {

@@ -179,7 +179,7 @@ impl Case {
     /// All layers of a block contiguous: one run a page, and pages adjoin.
     fn contiguous(rig: &impl Rig) -> Self {
         let (pages, bytes) = (24, 9 * 4096);
-        let segment = SegmentSpec { memory: 0, offset: 0, stride: bytes, length: bytes };
+        let segment = SegmentSpec { memory: 0, offset: 0, stride: bytes, length: bytes, layer: 0 };
         Self::new(rig, pages, &[u64::from(pages) * bytes], vec![segment])
     }
 
@@ -189,7 +189,13 @@ impl Case {
         let layer = u64::from(pages) * (length + gap) + 128;
         let segments = (0..layers).flat_map(|number| {
             let offset = 32 + number * layer;
-            [0, 1].map(|memory| SegmentSpec { memory, offset, stride: length + gap, length })
+            [0, 1].map(|memory| SegmentSpec {
+                memory,
+                offset,
+                stride: length + gap,
+                length,
+                layer: 0,
+            })
         });
         Self::new(rig, pages, &[32 + layers * layer; 2], segments.collect())
     }
@@ -200,7 +206,7 @@ impl Case {
         let segments = (0..segments).map(|number| {
             let place = (number * 397) % segments;
             let length = 1 + number % 37;
-            SegmentSpec { memory: 0, offset: place * 200, stride, length }
+            SegmentSpec { memory: 0, offset: place * 200, stride, length, layer: 0 }
         });
         Self::new(rig, pages, &[1024 * 200 + 7], segments.collect())
     }
@@ -208,7 +214,8 @@ impl Case {
     /// Pages longer than a step.
     fn large(rig: &impl Rig) -> Self {
         let length = (5 << 20) + 4096;
-        let segment = SegmentSpec { memory: 0, offset: 4096, stride: length + 4096, length };
+        let segment =
+            SegmentSpec { memory: 0, offset: 4096, stride: length + 4096, length, layer: 0 };
         Self::new(rig, 3, &[3 * (length + 4096)], vec![segment])
     }
 

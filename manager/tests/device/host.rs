@@ -154,7 +154,7 @@ const PAGE: u64 = 64 << 10;
 
 /// `pages` adjoining pages of 64 KiB in one memory.
 fn region(memory: HostMemory, pages: u32) -> Arc<DeviceRegion> {
-    let segment = SegmentSpec { memory: 0, offset: 0, stride: PAGE, length: PAGE };
+    let segment = SegmentSpec { memory: 0, offset: 0, stride: PAGE, length: PAGE, layer: 0 };
     let spec = RegionSpec { scope: 0, pages, segments: vec![segment] };
     let memory = Arc::new(DeviceMemory::Host(memory));
     Arc::new(DeviceRegion::new(&spec, PAGE, |_| Some(Arc::clone(&memory))).expect("region"))
@@ -304,7 +304,7 @@ fn a_restore_that_fails_half_way_leaves_its_done_word_alone() {
     let (keys, values) = (memfd(4 * PAGE), memfd(4 * PAGE));
     let memories = [&keys, &values]
         .map(|memfd| Arc::new(DeviceMemory::Host(import_memfd(memfd, 4 * PAGE).expect("import"))));
-    let segment = |memory| SegmentSpec { memory, offset: 0, stride: PAGE, length: PAGE };
+    let segment = |memory| SegmentSpec { memory, offset: 0, stride: PAGE, length: PAGE, layer: 0 };
     let spec = RegionSpec { scope: 0, pages: 4, segments: vec![segment(0), segment(1)] };
     let region =
         DeviceRegion::new(&spec, 2 * PAGE, |memory| memories.get(memory as usize).map(Arc::clone));

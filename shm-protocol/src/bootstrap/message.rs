@@ -4,8 +4,12 @@
 //! of one [`ClientMessage`] or [`ManagerMessage`]. The header keeps its shape for ever, so that two
 //! builds with different ABI versions can still refuse each other by name.
 
+use std::borrow::Cow;
+use std::fmt;
+use std::str::FromStr;
+
 use bytemuck::{Pod, Zeroable};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// "OKVB" in little-endian byte order.
 pub const MESSAGE_MAGIC: u32 = u32::from_le_bytes(*b"OKVB");
@@ -15,6 +19,8 @@ pub const MESSAGE_BYTES_MAX: usize = 128 * 1024;
 pub const MESSAGE_DESCRIPTORS_MAX: usize = 4;
 /// Most segments of one page layout (layers × K/V).
 pub const LAYOUT_SEGMENTS_MAX: usize = 1024;
+/// Most events that one `RegisterEvents` may carry.
+pub const EVENTS_PER_MESSAGE_MAX: usize = 256;
 /// Longest text field of a [`NamespaceSpec`], in bytes.
 pub const NAMESPACE_TEXT_MAX: usize = 512;
 /// Most namespaces in one set.
@@ -62,6 +68,14 @@ pub enum ClientMessage {
     RegisterMemory(MemorySpec),
     /// Answered by `Region`.
     RegisterRegion(RegionSpec),
+    /// Events of the engine that its copies may wait for: appended to the session's pool. Answered
+    /// by `Events`.
+    RegisterEvents {
+        /// The GPU that they belong to.
+        gpu: GpuId,
+        /// What `cuIpcGetEventHandle` gave for each, 1 to [`EVENTS_PER_MESSAGE_MAX`].
+        handles: Vec<IpcHandle>,
+    },
     /// Administration, for the owner's uid: wait until the spill set is empty, then drop every
     /// unleased page of the tier. Answered by `Evicted`.
     Evict {
@@ -103,6 +117,11 @@ pub enum ManagerMessage {
         region: u32,
         /// Bytes of one page image, as the Manager added them up.
         page_bytes: u64,
+    },
+    /// Events were opened.
+    Events {
+        /// Index of the first in the session's pool; the others follow.
+        first: u32,
     },
     /// What `Evict` dropped.
     Evicted {
@@ -221,6 +240,79 @@ pub enum MemorySpec {
         /// Random per attach.
         nonce: u64,
     },
+    /// Memory of a GPU, opened by CUDA IPC.
+    Cuda {
+        /// The GPU. Not its number, which means another one in another process.
+        gpu: GpuId,
+        /// What `cuIpcGetMemHandle` gave. It stands for the whole allocation, whatever address in
+        /// it was asked for.
+        handle: IpcHandle,
+        /// Where the offered bytes begin in the allocation.
+        offset: u64,
+        /// Bytes.
+        bytes: u64,
+    },
+}
+
+/// UUID of a GPU, on the wire in hex digits.
+pub type GpuId = HexBytes<16>;
+/// A CUDA IPC handle, on the wire in hex digits.
+pub type IpcHandle = HexBytes<64>;
+
+/// A fixed number of bytes, on the wire two hex digits each.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HexBytes<const N: usize>(pub [u8; N]);
+
+impl<const N: usize> fmt::Display for HexBytes<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl<const N: usize> fmt::Debug for HexBytes<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl<const N: usize> FromStr for HexBytes<N> {
+    type Err = HexError;
+
+    fn from_str(text: &str) -> Result<Self, HexError> {
+        let digits = text.as_bytes();
+        if digits.len() != 2 * N {
+            return Err(HexError { needed: 2 * N });
+        }
+        let digit = |at: usize| char::from(digits[at]).to_digit(16);
+        let mut bytes = [0; N];
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            let pair = digit(2 * at).zip(digit(2 * at + 1));
+            let (high, low) = pair.ok_or(HexError { needed: 2 * N })?;
+            *byte = (high << 4 | low) as u8;
+        }
+        Ok(Self(bytes))
+    }
+}
+
+/// A text that is not so many hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("not {needed} hex digits")]
+pub struct HexError {
+    /// How many are expected.
+    pub needed: usize,
+}
+
+impl<const N: usize> Serialize for HexBytes<N> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de, const N: usize> Deserialize<'de> for HexBytes<N> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = Cow::<'de, str>::deserialize(deserializer)?;
+        text.parse().map_err(serde::de::Error::custom)
+    }
 }
 
 /// Where the pages of a region lie: segment s of device page p is
@@ -248,6 +340,10 @@ pub struct SegmentSpec {
     pub stride: u64,
     /// Length, in bytes.
     pub length: u64,
+    /// Layer that it belongs to, for restores layer by layer: below the session's done words. 0
+    /// where nobody asks for such.
+    #[serde(default)]
+    pub layer: u32,
 }
 
 /// Why the Manager refused a message.

@@ -3,7 +3,7 @@
 use super::memory::HostMemory;
 use super::process;
 use crate::core::{CopyPage, Direction, Extent};
-use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory, DeviceRegion};
+use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory, DeviceRegion, Fence};
 use crate::image::{DramSlice, ImageMemory};
 
 /// Image bytes that one step moves at most.
@@ -29,6 +29,8 @@ pub(super) struct Scratch {
 pub(super) enum Step {
     /// There is more to copy.
     More,
+    /// The fence has not passed yet.
+    Fenced,
     /// Done, or stopped by an error.
     Ended(Option<CopyError>),
 }
@@ -55,6 +57,12 @@ impl Running {
 
     /// Copies the next few MiB.
     pub(super) fn step(&mut self, images: &dyn ImageMemory, scratch: &mut Scratch) -> Step {
+        match self.command.fence.as_ref().map(Fence::look) {
+            None => {}
+            Some(Ok(true)) => self.command.fence = None,
+            Some(Ok(false)) => return Step::Fenced,
+            Some(Err(error)) => return Step::Ended(Some(error)),
+        }
         if self.position == 0
             && let Err(error) = self.check(images)
         {
@@ -80,7 +88,9 @@ impl Running {
             return if bytes > 0 { Step::More } else { Step::Ended(Some(stuck)) };
         }
         if let Some(done) = &self.command.done {
-            done.words.store(done.operation_index, done.word_index, done.value);
+            for word in 0..done.count {
+                done.words.store(done.operation_index, word, done.value);
+            }
         }
         Step::Ended(None)
     }
@@ -104,9 +114,6 @@ impl Running {
 
     /// What the caller promised. A broken promise must not become a stray copy.
     fn check(&self, images: &dyn ImageMemory) -> Result<(), CopyError> {
-        if let Some(fence) = self.command.fence {
-            return Err(CopyError::NoFence { fence });
-        }
         let layout = self.command.region.layout();
         if self.command.image_bytes != layout.image_bytes() {
             return Err(CopyError::BadCommand { page: 0 });
@@ -296,7 +303,7 @@ mod tests {
 
     #[test]
     fn adjoining_pages_become_one_piece_where_their_images_adjoin_too() {
-        let segment = SegmentSpec { memory: 0, offset: 0, stride: 8192, length: 8192 };
+        let segment = SegmentSpec { memory: 0, offset: 0, stride: 8192, length: 8192, layer: 0 };
         let region = region(4, vec![segment]);
         let steps_of = |distance| steps(&command(&region, pages(4, 8192, distance)));
         assert_eq!(steps_of(8192), [[(0, 0, 4 * 8192)]]);
@@ -306,7 +313,8 @@ mod tests {
 
     #[test]
     fn steps_are_bounded_in_bytes_and_in_pieces() {
-        let segment = |offset, length| SegmentSpec { memory: 0, offset, stride: 10 << 20, length };
+        let segment =
+            |offset, length| SegmentSpec { memory: 0, offset, stride: 10 << 20, length, layer: 0 };
         let large = region(2, vec![segment(0, 9 << 20)]);
         let large = steps(&command(&large, pages(2, 9 << 20, 10 << 20)));
         let mib: Vec<Vec<u32>> =

@@ -25,6 +25,8 @@ pub use import::ImportError;
 pub use memory::{HostMemory, MemoryWay};
 pub use peer::PeerHandle;
 
+/// Pause between two looks at fences when there is nothing else to do.
+const FENCE_PAUSE: Duration = Duration::from_micros(20);
 /// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
 const PARK_MAX: Duration = Duration::from_secs(1);
 
@@ -187,6 +189,8 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory, mut spin
     // Holds at most what is outstanding, so that it never grows.
     let mut active = VecDeque::with_capacity(COMMANDS_MAX);
     let mut scratch = copy::Scratch::default();
+    // Looks in a row that met a fence.
+    let mut fenced = 0;
     loop {
         // Read before the queue: what was submitted before `stop` is then seen below.
         let state_now = state.load(Ordering::Acquire);
@@ -203,11 +207,20 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory, mut spin
             continue;
         }
         let old = active.pop_front();
+        let mut progress = false;
         for mut running in [new, old].into_iter().flatten() {
-            match running.step(images, &mut scratch) {
-                copy::Step::More => active.push_back(running),
+            let step = running.step(images, &mut scratch);
+            progress |= !matches!(step, copy::Step::Fenced);
+            match step {
+                copy::Step::More | copy::Step::Fenced => active.push_back(running),
                 copy::Step::Ended(error) => queues.end(running.finish(error)),
             }
+        }
+        fenced = if progress { 0 } else { fenced + 1 };
+        if fenced > active.len() {
+            // Every one of them waits for its fence.
+            fenced = 0;
+            thread::park_timeout(FENCE_PAUSE);
         }
     }
 }
@@ -251,7 +264,7 @@ mod tests {
         let memory = HostMemory::import(&MemorySpec::Memfd { bytes }, Some(memfd), &peer);
         let memory = Arc::new(DeviceMemory::Host(memory.expect("import")));
         let length = bytes / u64::from(pages);
-        let segment = SegmentSpec { memory: 0, offset: 0, stride: length, length };
+        let segment = SegmentSpec { memory: 0, offset: 0, stride: length, length, layer: 0 };
         let spec = RegionSpec { scope: 0, pages, segments: vec![segment] };
         let region = DeviceRegion::new(&spec, length, |_| Some(Arc::clone(&memory)));
         Arc::new(region.expect("region"))

@@ -108,7 +108,7 @@ fn any_memory() -> impl Strategy<Value = ClientMessage> {
 fn any_region() -> impl Strategy<Value = ClientMessage> {
     let segment =
         (number(), size(), size(), size()).prop_map(|(memory, offset, stride, length)| {
-            SegmentSpec { memory, offset, stride, length }
+            SegmentSpec { memory, offset, stride, length, layer: 0 }
         });
     (number(), number(), vec(segment, 0..4)).prop_map(|(scope, pages, segments)| {
         ClientMessage::RegisterRegion(RegionSpec { scope, pages, segments })

@@ -394,7 +394,7 @@ fn namespace(model: &str) -> NamespaceSpec {
 }
 
 fn region(scope: u32, memory: u32) -> RegionSpec {
-    let segment = SegmentSpec { memory, offset: 0, stride: 8192, length: 4096 };
+    let segment = SegmentSpec { memory, offset: 0, stride: 8192, length: 4096, layer: 0 };
     RegionSpec { scope, pages: 8, segments: vec![segment, segment] }
 }
 
