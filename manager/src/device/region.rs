@@ -107,13 +107,18 @@ pub struct PageLayout {
     memories: Vec<u32>,
 }
 
+/// Bytes that are contiguous on the device and in the image, on every page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Run {
-    memory: u16,
-    offset: u64,
-    stride: u64,
-    image_offset: u32,
-    bytes: u32,
+pub(super) struct Run {
+    /// Position in the region's list of memories.
+    pub(super) memory: u16,
+    /// On device page 0.
+    pub(super) offset: u64,
+    /// From device page to device page.
+    pub(super) stride: u64,
+    pub(super) image_offset: u32,
+    pub(super) bytes: u32,
+    pub(super) layer: u32,
 }
 
 impl PageLayout {
@@ -183,6 +188,7 @@ impl PageLayout {
                 stride: segment.stride,
                 image_offset: image_offset as u32,
                 bytes: segment.length as u32,
+                layer: segment.layer,
             });
         }
         if sum != image_bytes {
@@ -195,7 +201,7 @@ impl PageLayout {
     /// Appends a run, or lengthens the last one where both are contiguous on every page.
     fn push(&mut self, run: Run) {
         if let Some(last) = self.runs.last_mut()
-            && last.memory == run.memory
+            && (last.memory, last.layer) == (run.memory, run.layer)
             && last.offset + u64::from(last.bytes) == run.offset
             && (last.stride == run.stride || self.pages == 1)
         {
@@ -203,6 +209,11 @@ impl PageLayout {
         } else {
             self.runs.push(run);
         }
+    }
+
+    /// The runs of a page, in image order.
+    pub(super) fn runs(&self) -> &[Run] {
+        &self.runs
     }
 
     /// Device pages.

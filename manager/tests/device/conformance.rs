@@ -262,11 +262,13 @@ impl Case {
 fn check_save<D: Device>(bench: &Bench<D>, case: &Case, end: &CopyEnd, pages: &[CopyPage]) {
     assert_eq!((end.error, end.pages_done as usize), (None, pages.len()));
     assert_eq!(end.pages, pages);
-    assert_eq!(end.checksums.len(), pages.len());
-    for (page, &checksum) in pages.iter().zip(&end.checksums) {
+    // A device either sums every image or none.
+    assert!(end.checksums.is_empty() || end.checksums.len() == pages.len());
+    for (at, page) in pages.iter().enumerate() {
         let image = bench.image(page.extent, case.image_bytes());
         assert!(image == case.gather(page.device_page), "image of page {}", page.device_page);
-        assert_eq!(checksum, XxHash3_64::oneshot(&image));
+        let checksum = end.checksums.get(at);
+        assert!(checksum.is_none_or(|&checksum| checksum == XxHash3_64::oneshot(&image)));
     }
 }
 

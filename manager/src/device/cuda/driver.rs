@@ -40,6 +40,12 @@ impl CudaError {
         unsafe { CStr::from_ptr::<'static>(name) }.to_str().unwrap_or("an unknown error")
     }
 
+    /// What a twin answers.
+    #[cfg(test)]
+    pub(super) fn of_twin(call: &'static str) -> Self {
+        Self { call, result: sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS }
+    }
+
     /// Whether memory ran out, on the GPU or for pinning.
     pub(super) fn is_out_of_memory(self) -> bool {
         self.result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
@@ -126,8 +132,7 @@ impl Gpu {
         };
         let mut value = 0;
         // SAFETY: the result has room for what is stored.
-        let result =
-            unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, self.device) };
+        let result = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, self.device) };
         check("cuDeviceGetAttribute", result)?;
         Ok(value.into())
     }
@@ -214,10 +219,8 @@ impl PinnedWords {
         // SAFETY: the result has room for what is stored.
         let result = unsafe { sys::cuMemHostAlloc(&raw mut start, bytes, flags) };
         check("cuMemHostAlloc", result)?;
-        let error = CudaError {
-            call: "cuMemHostAlloc",
-            result: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
-        };
+        let error =
+            CudaError { call: "cuMemHostAlloc", result: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY };
         let start = NonNull::new(start.cast::<u8>()).ok_or(error)?;
         // SAFETY: so many bytes were just allocated, and nothing else refers to them.
         unsafe { start.as_ptr().write_bytes(0, bytes) };
@@ -262,8 +265,7 @@ pub(super) fn open_memory(handle: &IpcHandle) -> Result<OpenMemory, CudaError> {
     check("cuIpcOpenMemHandle", result)?;
     let (mut base, mut bytes) = (0, 0);
     // SAFETY: the results have room for what is stored.
-    let result =
-        unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut bytes, address) };
+    let result = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut bytes, address) };
     if let Err(error) = check("cuMemGetAddressRange", result) {
         // The first error is the one to tell.
         let _ = close_memory(address);

@@ -37,9 +37,7 @@ impl CudaEvent {
 impl DeviceEvent for CudaEvent {
     fn has_passed(&self) -> Result<bool, CopyError> {
         let Some(event) = &self.event else { return Ok(true) };
-        event
-            .has_passed()
-            .map_err(|error| CopyError::BrokenFence { fence: 0, code: error.code() })
+        event.has_passed().map_err(|error| CopyError::BrokenFence { fence: 0, code: error.code() })
     }
 }
 

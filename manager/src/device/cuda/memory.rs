@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::message::{GpuId, IpcHandle, Refusal};
-use orbitkv_shm_protocol::segment::DoneWords;
 
 use super::driver::{self, CudaError};
 use super::gpu::{Gpu, Gpus};

@@ -24,26 +24,28 @@ use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::segment::DoneWords;
 use orbitkv_shm_protocol::spin::Spin;
 
-use super::lane::Lane;
+use super::lane::{Lane, Queues};
 use super::{
     COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceEvent, DeviceMemory, PeerHandle,
 };
-use crate::core::Direction;
 use crate::image::ImageMemory;
 use crate::pool::DramPool;
 use event::CudaEvent;
 use pins::Pins;
 use streams::Streams;
 use words::WordsRegistry;
-use worker::Worker;
+use worker::{CopyEngine, Worker};
 
 pub use driver::CudaError;
 pub use gpu::{Gpu, Gpus, NoCuda};
 pub use memory::{CudaImportError, CudaMemory};
 
+/// Makes what copies for a GPU, on the thread that will use it.
+type OpenEngine = dyn Fn(u32) -> Result<Box<dyn CopyEngine>, CudaError> + Send + Sync;
+
 /// Copies between GPUs and the pool. Not `Sync`: the reactor owns it.
 pub struct CudaDevice {
-    gpus: Arc<Gpus>,
+    open: Arc<OpenEngine>,
     images: Arc<dyn ImageMemory>,
     notify: ControlRinger,
     spin: Spin,
@@ -55,7 +57,7 @@ pub struct CudaDevice {
     polled_last: usize,
     stopped: bool,
     /// Dropped last, when nothing copies from it or to it.
-    _pins: Pins,
+    _pins: Option<Pins>,
 }
 
 impl CudaDevice {
@@ -72,18 +74,35 @@ impl CudaDevice {
         spin_window: Duration,
     ) -> Result<Self, CudaImportError> {
         let pins = Pins::of(gpus, pool)?;
-        Ok(Self {
-            gpus: Arc::clone(gpus),
-            images: Arc::clone(pool) as Arc<dyn ImageMemory>,
+        let (gpus, count) = (Arc::clone(gpus), gpus.list().len());
+        let open = move |gpu: u32| {
+            let streams = Streams::open(&gpus.list()[gpu as usize])?;
+            Ok(Box::new(streams) as Box<dyn CopyEngine>)
+        };
+        let images = Arc::clone(pool) as Arc<dyn ImageMemory>;
+        let device = Self::with_engines(count, Arc::new(open), images, notify, spin_window);
+        Ok(Self { _pins: Some(pins), ..device })
+    }
+
+    fn with_engines(
+        count: usize,
+        open: Arc<OpenEngine>,
+        images: Arc<dyn ImageMemory>,
+        notify: ControlRinger,
+        spin_window: Duration,
+    ) -> Self {
+        Self {
+            open,
+            images,
             notify,
             spin: Spin::new(spin_window),
-            lanes: gpus.list().iter().map(|_| None).collect(),
+            lanes: (0..count).map(|_| None).collect(),
             outstanding: [0; 2],
             ends: Vec::new(),
             polled_last: 0,
             stopped: false,
-            _pins: pins,
-        })
+            _pins: None,
+        }
     }
 
     /// Number of the GPU whose memory a command names.
@@ -98,13 +117,15 @@ impl CudaDevice {
         let Some(lane) = self.lanes.get_mut(gpu) else { return Ok(None) };
         if lane.is_none() {
             let name = format!("orbitkv-gpu{gpu}");
-            let (gpu, images) = (Arc::clone(&self.gpus.list()[gpu]), Arc::clone(&self.images));
+            let (open, images) = (Arc::clone(&self.open), Arc::clone(&self.images));
             let mut spin = self.spin.clone();
-            let work = move |queues| {
-                let ordinal = gpu.ordinal();
-                let streams = Streams::open(&gpu);
-                let worker = Worker::new(streams, images, ordinal, queues);
-                worker.run(|queues| queues.wait(&mut spin));
+            let work = move |queues: Queues| {
+                let gpu = gpu as u32;
+                let rest = |queues: &Queues| queues.wait(&mut spin);
+                match open(gpu) {
+                    Ok(engine) => Worker::new(engine, images, gpu, queues).run(rest),
+                    Err(error) => worker::refuse_all(gpu, error, queues, rest),
+                }
             };
             *lane = Some(Lane::start(&name, 2 * COMMANDS_MAX, self.notify.clone(), work)?);
         }
@@ -125,7 +146,14 @@ impl Device for CudaDevice {
                 let error = Some(CopyError::BadCommand { page: 0 });
                 let CopyCommand { ticket, direction, pages, mut checksums, .. } = command;
                 checksums.clear();
-                self.ends.push(CopyEnd { ticket, direction, pages_done: 0, error, checksums, pages });
+                self.ends.push(CopyEnd {
+                    ticket,
+                    direction,
+                    pages_done: 0,
+                    error,
+                    checksums,
+                    pages,
+                });
                 self.notify.ring();
             }
         }

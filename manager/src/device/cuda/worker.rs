@@ -120,8 +120,8 @@ struct Stream {
 }
 
 /// State of the thread.
-pub(super) struct Worker<E> {
-    engine: E,
+pub(super) struct Worker {
+    engine: Box<dyn CopyEngine>,
     images: Arc<dyn ImageMemory>,
     gpu: u32,
     queues: Queues,
@@ -137,8 +137,13 @@ pub(super) struct Worker<E> {
     progress_at: Instant,
 }
 
-impl<E: CopyEngine> Worker<E> {
-    pub(super) fn new(engine: E, images: Arc<dyn ImageMemory>, gpu: u32, queues: Queues) -> Self {
+impl Worker {
+    pub(super) fn new(
+        engine: Box<dyn CopyEngine>,
+        images: Arc<dyn ImageMemory>,
+        gpu: u32,
+        queues: Queues,
+    ) -> Self {
         let now = Instant::now();
         Self {
             engine,
@@ -342,7 +347,7 @@ impl<E: CopyEngine> Worker<E> {
     /// Orders the next batch of a command.
     fn order_batch(&mut self, stream: usize, place: usize) -> Result<(), CopyError> {
         let Some(running) = &mut self.commands[place] else { return Ok(()) };
-        let ordered = running.order(&mut self.engine, stream);
+        let ordered = running.order(self.engine.as_mut(), stream);
         // What was ordered before a refusal is in flight as well.
         let lane = &mut self.streams[stream];
         lane.sequence = lane.sequence.wrapping_add(1);
@@ -350,11 +355,7 @@ impl<E: CopyEngine> Worker<E> {
         if marked.is_ok() {
             running.batches += 1;
             let pages_done = running.pages_ordered();
-            lane.in_flight.push_back(Batch {
-                sequence: lane.sequence,
-                command: place,
-                pages_done,
-            });
+            lane.in_flight.push_back(Batch { sequence: lane.sequence, command: place, pages_done });
         }
         let Err(error) = ordered.and(marked) else { return Ok(()) };
         let gpu = self.gpu;
@@ -463,7 +464,7 @@ impl<E: CopyEngine> Worker<E> {
 
 impl Running {
     /// Orders rectangles and the done words behind them, about a batch.
-    fn order<E: CopyEngine>(&mut self, engine: &mut E, stream: usize) -> Result<(), CudaError> {
+    fn order(&mut self, engine: &mut dyn CopyEngine, stream: usize) -> Result<(), CudaError> {
         let mut left = BATCH_BYTES;
         while left > 0 && !self.ordered {
             if self.rects.is_empty() {
@@ -495,9 +496,9 @@ impl Running {
     }
 
     /// Every byte of a layer is ordered: its word comes behind.
-    fn layer_ordered<E: CopyEngine>(
+    fn layer_ordered(
         &mut self,
-        engine: &mut E,
+        engine: &mut dyn CopyEngine,
         stream: usize,
     ) -> Result<(), CudaError> {
         let layer = self.layer as u32;
@@ -539,6 +540,28 @@ fn through_copy_engine(rect: Rect, direction: Direction) -> Rect {
     }
     let width = rect.width / 2;
     Rect { width, rows: 2, device_pitch: width, host_pitch: width, ..rect }
+}
+
+/// Serves in place of a worker for a GPU whose streams could not be made.
+pub(super) fn refuse_all(
+    gpu: u32,
+    error: CudaError,
+    mut queues: Queues,
+    mut idle: impl FnMut(&Queues),
+) {
+    tracing::error!(gpu, %error, "no streams on a gpu: its copies are refused");
+    let error = CopyError::GpuRefused { gpu, code: error.code() };
+    loop {
+        let state = queues.state();
+        while let Some(mut command) = queues.take() {
+            command.checksums.clear();
+            queues.end(end(command, 0, Some(error)));
+        }
+        if state != State::Run {
+            return;
+        }
+        idle(&queues);
+    }
 }
 
 /// Whether the engine whose memory the command names still runs.
