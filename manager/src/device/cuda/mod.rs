@@ -12,6 +12,8 @@ mod plan;
 mod reaper;
 mod streams;
 #[cfg(test)]
+mod tests;
+#[cfg(test)]
 mod twin;
 mod words;
 mod worker;

@@ -19,7 +19,7 @@ use super::{CudaDevice, CudaMemory};
 use crate::conformance::{EngineMemory, Rig, conformance};
 use crate::core::Direction;
 use crate::device::{DeviceMemory, PeerHandle};
-use crate::image::ImageMemory;
+use crate::pool::DramPool;
 
 enum Order {
     Copy(Direction, Rect),
@@ -201,10 +201,10 @@ pub(super) struct Twins {
 impl Rig for Twins {
     type Device = CudaDevice;
 
-    fn start(&self, images: Arc<dyn ImageMemory>, notify: ControlRinger) -> CudaDevice {
+    fn start(&self, pool: Arc<DramPool>, notify: ControlRinger) -> CudaDevice {
         let switches = Arc::clone(&self.switches);
         let open = move |_| Ok(Box::new(Twin::new(&switches)) as Box<dyn CopyEngine>);
-        CudaDevice::with_engines(1, Arc::new(open), images, notify, WINDOW_UNMEASURED)
+        CudaDevice::with_engines(1, Arc::new(open), pool, notify, WINDOW_UNMEASURED)
     }
 
     fn memory(&self, bytes: u64) -> Box<dyn EngineMemory> {
@@ -220,15 +220,28 @@ pub(super) struct TwinMemory {
     handle: Arc<DeviceMemory>,
 }
 
+fn this_process() -> PeerHandle {
+    let pidfd = pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd");
+    PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd: Arc::new(pidfd) }
+}
+
 impl TwinMemory {
-    pub(super) fn new(bytes: u64) -> Self {
+    /// Memory of an engine that may be another process.
+    pub(super) fn of_peer(bytes: u64, peer: PeerHandle) -> Self {
         let words = vec![0_u64; bytes.div_ceil(8) as usize].into_boxed_slice();
         let count = words.len();
         let start = Box::into_raw(words).cast::<u64>();
-        let pidfd = pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd");
-        let peer = PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd: Arc::new(pidfd) };
         let memory = CudaMemory::twin(start.expose_provenance() as u64, bytes, peer);
         Self { start, words: count, handle: Arc::new(DeviceMemory::Cuda(memory)) }
+    }
+
+    /// Memory that no copy may touch.
+    pub(super) fn made_up(bytes: u64) -> DeviceMemory {
+        DeviceMemory::Cuda(CudaMemory::twin(0, bytes, this_process()))
+    }
+
+    pub(super) fn new(bytes: u64) -> Self {
+        Self::of_peer(bytes, this_process())
     }
 }
 
