@@ -12,7 +12,7 @@ use std::ptr::{self, NonNull};
 use cudarc::driver::sys;
 use orbitkv_shm_protocol::bootstrap::message::{GpuId, HexBytes, IpcHandle};
 
-use super::plan::Rect;
+use super::plan::{Rect, Shift};
 use crate::core::Direction;
 
 /// A call of the driver that failed.
@@ -38,6 +38,11 @@ impl CudaError {
         }
         // SAFETY: a static text of the driver, which is never unloaded.
         unsafe { CStr::from_ptr::<'static>(name) }.to_str().unwrap_or("an unknown error")
+    }
+
+    /// Whether it was registered before.
+    pub(super) fn is_registered(self) -> bool {
+        self.result == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     }
 
     /// What a twin answers.
@@ -339,9 +344,17 @@ impl Stream {
     /// # Safety
     /// Both sides of `rect` are mapped, and stay so and belong to this copy until a later store on
     /// this stream is seen, or the stream is idle or dead.
-    pub(super) unsafe fn copy(&self, direction: Direction, rect: &Rect) -> Result<(), CudaError> {
+    pub(super) unsafe fn copy(
+        &self,
+        direction: Direction,
+        rect: &Rect,
+        shift: Shift,
+    ) -> Result<(), CudaError> {
         use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE as DEVICE, CU_MEMORYTYPE_HOST as HOST};
-        let host = ptr::with_exposed_provenance_mut::<c_void>(rect.host as usize);
+        let host = (rect.host - shift.host) as usize;
+        let host = ptr::with_exposed_provenance_mut::<c_void>(host);
+        let device = rect.device - shift.device;
+        let (host_x, device_x) = (shift.host as usize, shift.device as usize);
         let device_pitch = rect.device_pitch as usize;
         let host_pitch = rect.host_pitch as usize;
         // SAFETY: all of its fields are numbers, addresses and enumerations that have a zero.
@@ -351,12 +364,14 @@ impl Stream {
         match direction {
             Direction::Restore => {
                 (copy.srcMemoryType, copy.srcHost, copy.srcPitch) = (HOST, host, host_pitch);
-                (copy.dstMemoryType, copy.dstDevice) = (DEVICE, rect.device);
+                (copy.dstMemoryType, copy.dstDevice) = (DEVICE, device);
                 copy.dstPitch = device_pitch;
+                (copy.srcXInBytes, copy.dstXInBytes) = (host_x, device_x);
             }
             Direction::Save => {
-                (copy.srcMemoryType, copy.srcDevice) = (DEVICE, rect.device);
+                (copy.srcMemoryType, copy.srcDevice) = (DEVICE, device);
                 copy.srcPitch = device_pitch;
+                (copy.srcXInBytes, copy.dstXInBytes) = (device_x, host_x);
                 (copy.dstMemoryType, copy.dstHost, copy.dstPitch) = (HOST, host, host_pitch);
             }
         }

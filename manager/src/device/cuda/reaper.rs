@@ -20,11 +20,18 @@ pub(super) enum Remains {
     Event { gpu: Arc<Gpu>, event: OpenEvent },
     /// Registered done words; mapped for as long as this holds them.
     Words { gpu: Arc<Gpu>, words: DoneWords },
+    /// Nothing: told when all before it was given back.
+    Note(Sender<()>),
 }
 
 impl Remains {
     fn give_back(self) -> Result<(), CudaError> {
         match self {
+            Self::Note(waiting) => {
+                // Whoever waits may have given up.
+                let _ = waiting.send(());
+                Ok(())
+            }
             Self::Memory { gpu, base } => {
                 gpu.enter()?;
                 driver::close_memory(base)
@@ -65,6 +72,14 @@ impl Reaper {
     pub(super) fn take(&self, remains: Remains) {
         // The thread ends when `self` does.
         let _ = self.remains.as_ref().map(|queue| queue.send(remains));
+    }
+
+    /// Waits until everything taken so far was given back.
+    pub(super) fn wait(&self) {
+        let (note, noted) = channel();
+        self.take(Remains::Note(note));
+        // An error says that the thread is gone, and with it what it had.
+        let _ = noted.recv();
     }
 }
 

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "copies between addresses that the worker vouches for")]
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -13,7 +14,7 @@ use orbitkv_shm_protocol::spin::WINDOW_UNMEASURED;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::driver::CudaError;
-use super::plan::Rect;
+use super::plan::{Rect, Shift};
 use super::worker::{CopyEngine, STREAMS};
 use super::{CudaDevice, CudaMemory};
 use crate::conformance::{EngineMemory, Rig, conformance};
@@ -159,7 +160,18 @@ impl CopyEngine for Twin {
         stream: usize,
         direction: Direction,
         rect: &Rect,
+        shift: Shift,
     ) -> Result<(), CudaError> {
+        if rect.rows > 1 {
+            // As strict as the driver.
+            let start = rect.device - shift.device;
+            let end = start + rect.rows * rect.device_pitch;
+            let allocations = ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+            let inside = |range: &Range<u64>| range.start <= start && end <= range.end;
+            assert!(allocations.iter().any(inside), "{rect:?} with {shift:?}");
+            assert!(shift.device + rect.width <= rect.device_pitch, "{rect:?} with {shift:?}");
+            assert!(shift.host + rect.width <= rect.host_pitch, "{rect:?} with {shift:?}");
+        }
         self.ordered += 1;
         let refuse_after = self.switches.refuse_after.load(Ordering::Acquire);
         if refuse_after > 0 && self.ordered > refuse_after {
@@ -190,6 +202,10 @@ impl CopyEngine for Twin {
     fn pitch_max(&self) -> u64 {
         (1 << 31) - 1
     }
+
+    fn host_piece(&self, _address: u64) -> Range<u64> {
+        0..u64::MAX
+    }
 }
 
 /// Twins for tests.
@@ -212,6 +228,9 @@ impl Rig for Twins {
     }
 }
 
+/// Addresses of every memory of twins.
+static ALLOCATIONS: Mutex<Vec<Range<u64>>> = Mutex::new(Vec::new());
+
 /// Memory of the twin, in words so that it is aligned.
 pub(super) struct TwinMemory {
     /// Exposed; reached by address only.
@@ -231,7 +250,10 @@ impl TwinMemory {
         let words = vec![0_u64; bytes.div_ceil(8) as usize].into_boxed_slice();
         let count = words.len();
         let start = Box::into_raw(words).cast::<u64>();
-        let memory = CudaMemory::twin(start.expose_provenance() as u64, bytes, peer);
+        let address = start.expose_provenance() as u64;
+        let range = address..address + bytes;
+        ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner).push(range);
+        let memory = CudaMemory::twin(address, bytes, peer);
         Self { start, words: count, handle: Arc::new(DeviceMemory::Cuda(memory)) }
     }
 
@@ -247,6 +269,10 @@ impl TwinMemory {
 
 impl Drop for TwinMemory {
     fn drop(&mut self) {
+        let address = self.start.addr() as u64;
+        let mut allocations = ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        allocations.retain(|range| range.start != address);
+        drop(allocations);
         let slice = ptr::slice_from_raw_parts_mut(self.start, self.words);
         // SAFETY: made by `Box::into_raw` in `new`; no copy of it is in flight when a test ends.
         drop(unsafe { Box::from_raw(slice) });

@@ -23,7 +23,14 @@ impl RegisteredWords {
         gpu.enter()?;
         let (start, bytes) = words.region();
         if let Some(start) = NonNull::new(start) {
-            words_stay_mapped(start, bytes)?;
+            match words_stay_mapped(start, bytes) {
+                // By memory of this session that was refused a moment ago.
+                Err(error) if error.is_registered() => {
+                    gpus.reaper().wait();
+                    words_stay_mapped(start, bytes)?;
+                }
+                registered => registered?,
+            }
         }
         Ok(Self { gpus: Arc::clone(gpus), gpu: Arc::clone(gpu), words: words.clone() })
     }
