@@ -4,9 +4,10 @@
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
 //! an errno, come short, or find the tier off; an image on disk can rot. A device can answer nothing
 //! for a while, or refuse every write and be tried with single ones meanwhile. An event that a copy
-//! waits for passes late or never. Engines cancel at any moment, are killed at any moment, forget to release, name leases of others, send records that no
-//! correct client sends. The Manager is killed at any moment and starts again over what reached the
-//! disk, or serves before it knows what did. Time jumps past deadlines and leases.
+//! waits for passes late or never. Engines cancel at any moment, are killed at any moment, forget to
+//! release, name leases of others, send records that no correct client sends. The Manager is killed
+//! at any moment and starts again over what reached the disk, or serves before it knows what did.
+//! Time jumps past deadlines and leases.
 //!
 //! What must hold is checked by [`World`] at every effect and by the laws of `core` after events;
 //! at the end everything must end, and the pool must be usable to the last byte.
