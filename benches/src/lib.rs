@@ -13,7 +13,7 @@ mod error;
 mod floors;
 mod lookup;
 mod machine;
-mod manager;
+pub mod manager;
 mod pages;
 pub mod part;
 mod poll;

@@ -7,6 +7,7 @@
 
 mod bars;
 mod crew;
+mod pinned;
 mod rounds;
 
 use std::time::Duration;
@@ -14,10 +15,10 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::error::BenchError;
-use crate::manager::Manager;
 use crate::report::{self, Report};
 use crate::series;
 use crate::{pages, process};
+use pinned::Pinned;
 use rounds::Rounds;
 
 /// Clients of the measurements with several.
@@ -60,8 +61,8 @@ pub fn run(options: Options, progress: &mut dyn FnMut(u64)) -> Result<Report, Be
         [ours, peer, ..] => [ours, peer],
         _ => return Err(BenchError::TooFewCpus { cpus: cpus.len() }),
     };
-    let two = Manager::start(&[ours, peer], options.interrupted)?;
-    let one = Manager::start(&[ours], options.interrupted)?;
+    let two = Pinned::start(&[ours, peer], options.interrupted)?;
+    let one = Pinned::start(&[ours], options.interrupted)?;
     let series = Rounds::new(&options, [ours, peer], &two, &one, progress).run()?;
     two.stop()?;
     one.stop()?;
