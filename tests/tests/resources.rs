@@ -3,8 +3,7 @@
 //! panic or an OOM kill later.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -17,6 +16,7 @@ use orbitkv_tests::confine::{Mount, in_private_mounts, without_huge_pages};
 use orbitkv_tests::engine::{Engine, Shape, Way, blocks, hashes, namespace};
 use orbitkv_tests::manager::Manager;
 use orbitkv_tests::program::Program;
+use orbitkv_tests::prometheus;
 use orbitkv_tests::setup;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -184,7 +184,7 @@ fn res_03_too_little_memlock_is_said_once_and_shown_everywhere() {
     }
     let seen = manager.fresh();
     assert_eq!((seen.ssd[0].engine, seen.ssd[0].registered), ("uring", false));
-    let metrics = get(&seen.manager.http.unwrap(), "/metrics");
+    let metrics = prometheus::get(&seen.manager.http.unwrap(), "/metrics").body;
     let line = metrics.lines().find(|line| line.starts_with("orbitkv_ssd_device_registered{"));
     assert!(line.is_some_and(|line| line.ends_with(" 0")), "{line:?}");
     round_trip(&manager, 3);
@@ -194,14 +194,6 @@ fn res_03_too_little_memlock_is_said_once_and_shown_everywhere() {
     assert!(manager.fresh().ssd[0].registered);
     assert_eq!(manager.setup().warnings(), [""; 0]);
     manager.stop();
-}
-
-fn get(address: &str, path: &str) -> String {
-    let mut connection = TcpStream::connect(address).unwrap();
-    write!(connection, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    connection.read_to_string(&mut answer).unwrap();
-    answer
 }
 
 /// Goal: a limit of descriptors without room for one session is refused, one with room for a few is
