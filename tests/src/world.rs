@@ -458,7 +458,7 @@ impl World {
         let there: HashSet<Key> = self
             .core
             .page_views()
-            .filter(|page| page.indexed)
+            .filter(|page| page.indexed && (page.resident.is_some() || self.reads(page.slot)))
             .map(|page| Key { namespace: page.namespace, hash: page.hash })
             .collect();
         let pages: Vec<_> = entries.iter().filter(|entry| !entry.is_anchor()).collect();
@@ -468,6 +468,11 @@ impl World {
             members.iter().all(|member| member.needed(len).all(|at| present(member, at)))
         };
         (0..=pages.len()).rev().find(|&len| whole(len)).unwrap_or(0)
+    }
+
+    /// Whether the device of a slot reads, as far as `core` knows.
+    fn reads(&self, slot: Option<Slot>) -> bool {
+        slot.is_some_and(|slot| self.core.device_is_readable(slot.device))
     }
 
     /// Notes which pages may be found from now on.

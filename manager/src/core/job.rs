@@ -5,7 +5,7 @@ use orbitkv_shm_protocol::record::{Code, PageOutcome, PageRange, QueryMode, Requ
 
 use super::effect::Extent;
 use super::event::Nanos;
-use super::index::PageId;
+use super::index::{PageId, PageSlab};
 use super::namespace::NamespaceId;
 
 /// Names a job; stale once the job has ended.
@@ -80,8 +80,6 @@ pub(super) enum Stage {
         fence: Option<u32>,
         next_issue: u32,
         next_commit: u32,
-        /// Of the next page to commit another image is being read.
-        waits_for_read: bool,
     },
     /// A demand query that waits for budget.
     Wait { scope: ScopeId },
@@ -244,6 +242,20 @@ impl Job {
         cancels.clear();
         pinned.clear();
         *self = Self { serial, entries, fill, cancels, pinned, ..Self::idle() };
+    }
+
+    /// Whether the page that it reads next is in DRAM by now.
+    pub(super) fn has_next_page(&self, pages: &PageSlab) -> bool {
+        let next = match self.stage {
+            Stage::Fill { next_issue, .. } => {
+                self.fill.get(next_issue as usize).map(|fill| fill.page)
+            }
+            Stage::Restore { next_read, .. } => {
+                self.entries.get(next_read as usize).and_then(|entry| entry.page)
+            }
+            _ => None,
+        };
+        next.is_none_or(|page| pages[page].is_resident())
     }
 
     /// Stops with `code` unless it is stopping already. The earliest position wins.
