@@ -395,6 +395,28 @@ fn a_page_that_is_saved_while_it_is_read_is_the_saved_one() {
     }
 }
 
+/// A slot that is being read is nobody else's, even when its page cannot stay on SSD.
+#[test]
+fn a_page_that_was_saved_while_it_is_read_keeps_the_slot_until_the_end() {
+    let mut rig = Rig::ssd(16, 16);
+    let held = chain(1, 2);
+    rig.stored_on_ssd_only(&held);
+    let query = rig.query(rig.seat, &held);
+    assert_eq!(rig.save(&held).outcomes(), [STORED; 2]);
+    let lease = rig.world.ended(rig.seat.session, query).completion.lease.expect("a lease");
+    rig.release(rig.seat, lease);
+    // The first page loses its slot, and does not get another.
+    rig.fail(0, Fate::Io(IoFault::Errno(5)));
+    let write = rig.world.work.iter().position(is_write).expect("it goes there again");
+    rig.fail(write, Fate::Io(IoFault::Errno(5)));
+    assert_eq!((rig.in_flight(is_read), rig.in_flight(is_write)), (1, 0));
+    assert_eq!(rig.world.core.device_usage(0).1, 1, "the slot that is being read");
+    assert_eq!(rig.hits_at_once(&held[..1]), 1);
+    rig.world.settle();
+    assert_eq!(rig.world.core.device_usage(0).1, 0);
+    assert_eq!(rig.world.core.gauges().pool_draining_bytes, 0);
+}
+
 /// The memory of a read is nobody's until it ends, whatever becomes of its page.
 #[test]
 fn a_page_that_was_saved_while_it_is_read_can_be_forgotten() {

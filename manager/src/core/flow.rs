@@ -363,7 +363,10 @@ impl Core {
 
     pub(super) fn pump_reads(&mut self, now: Nanos, out: &mut Effects) {
         let Self { flow, jobs, pages, .. } = self;
-        flow.ssd.look_again(|reader| jobs.get(reader).is_none_or(|job| job.has_next_page(pages)));
+        flow.ssd.look_again(|reader| {
+            let next = jobs.get(reader).and_then(Job::next_page);
+            next.is_none_or(|page| pages[page].is_resident())
+        });
         loop {
             self.feed_starved();
             self.give_read_turns(now, out);
@@ -545,6 +548,7 @@ impl Core {
                 self.stats.ssd_pages_read += 1;
                 self.stats.ssd_bytes_read += bytes;
                 found.checksum = found.slot_checksum;
+                self.wake_wanting(page);
             }
             Some(fault) => {
                 self.stats.ssd_read_errors[fault.index()] += 1;

@@ -38,7 +38,7 @@ struct Device {
     now: InFlight,
     /// It reads nothing at the moment.
     unreadable: bool,
-    /// A page that was waited for came by a save.
+    /// A page came to DRAM that somebody waits to read from it.
     stirred: bool,
     /// Operations that found no room for their next read, by urgency.
     waiting: [VecDeque<JobRef>; 2],
@@ -175,7 +175,7 @@ impl Devices {
         order.into_iter().find_map(|urgency| Some((self.next_of(urgency)?, urgency)))
     }
 
-    /// A page that somebody waits for this device to read is in DRAM now.
+    /// A page that somebody waits to read from this device is in DRAM now.
     pub(super) fn stir(&mut self, device: u16) {
         self.table[usize::from(device)].stirred = true;
     }
@@ -224,8 +224,15 @@ impl Devices {
         }
     }
 
-    /// Panics when an operation waits although it could read. For tests, after a pump.
-    pub(super) fn check_awake(&self, lives: impl Fn(JobRef) -> bool) {
+    /// Panics when an operation waits although it could read, or although its next page `is_here`.
+    /// For tests, after a pump.
+    pub(super) fn check_awake(
+        &self,
+        lives: impl Fn(JobRef) -> bool,
+        is_here: impl Fn(JobRef) -> bool,
+    ) {
+        let mut waiting = self.table.iter().flat_map(|device| device.waiting.iter().flatten());
+        assert!(!waiting.any(|&job| is_here(job)), "waits to read what is in DRAM");
         for urgency in [Urgency::Demand, Urgency::Hint] {
             let at = urgency as usize;
             for device in self.numbers().filter(|&device| self.has_read_room(device, urgency)) {

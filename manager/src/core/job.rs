@@ -5,7 +5,7 @@ use orbitkv_shm_protocol::record::{Code, PageOutcome, PageRange, QueryMode, Requ
 
 use super::effect::Extent;
 use super::event::Nanos;
-use super::index::{PageId, PageSlab};
+use super::index::PageId;
 use super::namespace::NamespaceId;
 
 /// Names a job; stale once the job has ended.
@@ -244,9 +244,9 @@ impl Job {
         *self = Self { serial, entries, fill, cancels, pinned, ..Self::idle() };
     }
 
-    /// Whether the page that it reads next is in DRAM by now.
-    pub(super) fn has_next_page(&self, pages: &PageSlab) -> bool {
-        let next = match self.stage {
+    /// The page that its next turn to read is for.
+    pub(super) fn next_page(&self) -> Option<PageId> {
+        match self.stage {
             Stage::Fill { next_issue, .. } => {
                 self.fill.get(next_issue as usize).map(|fill| fill.page)
             }
@@ -254,8 +254,7 @@ impl Job {
                 self.entries.get(next_read as usize).and_then(|entry| entry.page)
             }
             _ => None,
-        };
-        next.is_none_or(|page| pages[page].is_resident())
+        }
     }
 
     /// Stops with `code` unless it is stopping already. The earliest position wins.

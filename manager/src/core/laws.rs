@@ -87,13 +87,18 @@ impl Core {
         self.check_spill();
     }
 
-    /// After a [`pump`](Self::pump) nobody waits for a device that has room.
+    /// After a [`pump`](Self::pump) nobody waits for a device that has room, or for a page that is in
+    /// DRAM.
     ///
     /// # Panics
     /// When somebody does.
     #[doc(hidden)]
     pub fn check_pumped(&self) {
-        self.flow.ssd.check_awake(|job| self.jobs.get(job).is_some());
+        let is_here = |page: PageId| self.pages[page].is_resident();
+        self.flow.ssd.check_awake(
+            |job| self.jobs.get(job).is_some(),
+            |job| self.jobs.get(job).and_then(Job::next_page).is_some_and(is_here),
+        );
     }
 
     /// Pages and saves own every byte of the arenas that no free run has.

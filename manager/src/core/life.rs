@@ -80,7 +80,7 @@ impl Core {
         }
     }
 
-    /// A page came to DRAM without a read: whoever waits for room to read it need not.
+    /// A page came to DRAM: whoever waits for room to read it need not.
     pub(super) fn wake_wanting(&mut self, page: PageId) {
         let found = &mut self.pages[page];
         if std::mem::take(&mut found.wanted)
