@@ -395,6 +395,7 @@ impl Service {
                 let opened = Event::SessionOpened {
                     session: ready.session,
                     engine: ready.engine,
+                    uid: ready.peer.uid,
                     credits: geometry.credits(),
                     page_entries: geometry.page_entries,
                 };

@@ -109,6 +109,8 @@ pub struct World {
     pub check_every: u32,
     /// Version of the images that engines compute now.
     pub version: u8,
+    /// User of the clients that attach now.
+    pub uid: u32,
     memory: Memory,
     config: CoreConfig,
     out: Effects,
@@ -146,6 +148,7 @@ impl World {
             pumps: true,
             check_every: 1,
             version: 0,
+            uid: 1000,
             memory: Memory::new(&config.arena_bytes),
             config,
             out: Effects::default(),
@@ -242,7 +245,8 @@ impl World {
         self.next_session += 1;
         let engine = EngineId([engine; 16]);
         self.clients.insert(session.0, Client::new(session, engine, credits, page_entries));
-        self.handle(Event::SessionOpened { session, engine, credits, page_entries });
+        let uid = self.uid;
+        self.handle(Event::SessionOpened { session, engine, uid, credits, page_entries });
         session
     }
 
