@@ -8,13 +8,13 @@ use std::collections::VecDeque;
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
 
-use super::effect::{CopyPage, Direction, Effect, Effects, FenceWait, ImageIdentity, Slot};
+use super::effect::{CopyPage, Direction, Effect, Effects, Extent, FenceWait, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
 use super::in_flight::{Devices, InFlight, Urgency};
 use super::index::{Page, PageId};
-use super::job::{Entry, EntryState, Job, JobRef, Stage};
+use super::job::{Entry, EntryState, Fence, Job, JobRef, Stage};
 use super::life::EvictionCursor;
-use super::limits::COPIES_IN_FLIGHT_MAX;
+use super::limits::{COPIES_IN_FLIGHT_MAX, LONG_COPIES_PER_SESSION_MAX};
 use super::query::charge;
 use super::stats::SpillOutcome;
 use super::{Core, CoreConfig};
@@ -27,10 +27,41 @@ const NIL: u32 = u32::MAX;
 #[derive(Debug)]
 pub(super) enum Work {
     Free,
-    Copy { job: JobRef, session: SessionId, direction: Direction, first: u32, len: u32 },
-    Read { page: PageId, device: u16, bytes: u64 },
-    Write { page: PageId, slot: Slot, image: ImageIdentity, bytes: u64 },
-    Forget { job: Option<JobRef> },
+    Copy {
+        job: JobRef,
+        session: SessionId,
+        direction: Direction,
+        first: u32,
+        len: u32,
+        /// Its session counts it, see [`LONG_COPIES_PER_SESSION_MAX`].
+        long: bool,
+    },
+    Read {
+        page: PageId,
+        slot: Slot,
+        bytes: u64,
+        /// What it fills, when that is the page's no more: see [`Page::overtaken`].
+        left: Option<Extent>,
+    },
+    Write {
+        page: PageId,
+        slot: Slot,
+        image: ImageIdentity,
+        bytes: u64,
+    },
+    Forget {
+        job: Option<JobRef>,
+    },
+}
+
+impl Work {
+    /// Bytes of memory that it alone holds.
+    pub(super) fn left_bytes(&self) -> u64 {
+        match self {
+            Self::Read { left: Some(extent), .. } => extent.bytes.into(),
+            _ => 0,
+        }
+    }
 }
 
 /// An operation that waits for a page to be read.
@@ -55,7 +86,9 @@ pub(super) struct Flow {
     pub(super) starved: VecDeque<JobRef>,
     /// Memory was freed or let go of since they last tried.
     pub(super) memory_moved: bool,
+    /// Without the long ones, which their sessions count.
     copies_in_flight: [u32; 2],
+    long_copies_in_flight: u32,
     pub(super) ssd: Devices,
 }
 
@@ -71,6 +104,7 @@ impl Flow {
             starved: VecDeque::new(),
             memory_moved: false,
             copies_in_flight: [0; 2],
+            long_copies_in_flight: 0,
             ssd: Devices::new(config),
         }
     }
@@ -98,7 +132,19 @@ impl Flow {
     }
 
     pub(super) fn copies_in_flight(&self) -> u32 {
-        self.copies_in_flight.iter().sum()
+        self.copies_in_flight.iter().sum::<u32>() + self.long_copies_in_flight
+    }
+
+    /// Lets the read of a page keep the memory that it fills.
+    pub(super) fn leave_to_read(&mut self, of: PageId, extent: Extent) {
+        let reads = self.work.iter_mut().find_map(|(_, work)| match work {
+            Work::Read { page, left, .. } if *page == of => Some(left),
+            _ => None,
+        });
+        debug_assert!(reads.is_some(), "no read fills it");
+        if let Some(left) = reads {
+            *left = Some(extent);
+        }
     }
 
     /// Everything that was ordered and has not ended.
@@ -117,11 +163,13 @@ impl Flow {
     pub(super) fn check_counts(&self, counted: impl Fn(u16) -> InFlight) {
         self.ssd.check(counted);
         for direction in [Direction::Save, Direction::Restore] {
-            let of =
-                |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
+            let of = |work: &&Work| matches!(work, Work::Copy { direction: d, long: false, .. } if *d == direction);
             let counted = self.under_way().filter(of).count();
             assert_eq!(self.copies_in_flight[direction as usize] as usize, counted, "copies");
         }
+        let long = |work: &&Work| matches!(work, Work::Copy { long: true, .. });
+        let counted = self.under_way().filter(long).count();
+        assert_eq!(self.long_copies_in_flight as usize, counted, "long copies");
     }
 
     /// Panics unless the marks of a job say in which queues it stands. For tests.
@@ -148,6 +196,33 @@ impl Core {
         match job.stage {
             Stage::Save { .. } => self.flow.saves.push_back(reference),
             _ => self.flow.restores.push_back(reference),
+        }
+    }
+
+    /// Keeps an event for the first copy of a job.
+    pub(super) fn take_fence(&mut self, reference: JobRef, index: Option<u32>) {
+        let (Some(index), Some(job)) = (index, self.jobs.get_mut(reference)) else { return };
+        job.fence = Some(Fence { index, passed: false });
+        if let Some(session) = self.sessions.get_mut(job.session) {
+            session.events[index as usize] = true;
+        }
+    }
+
+    /// Puts operations that waited for a long copy of their session to end back into their queues,
+    /// as many as may have one now.
+    pub(super) fn wake_held(&mut self, id: SessionId) {
+        for direction in [Direction::Save, Direction::Restore] {
+            let at = direction as usize;
+            let Some(session) = self.sessions.get_mut(id) else { return };
+            let room = LONG_COPIES_PER_SESSION_MAX - session.long_copies[at];
+            for _ in 0..room {
+                let held = self.sessions.get_mut(id).and_then(|s| s.held[at].pop_front());
+                let Some(reference) = held else { break };
+                if let Some(job) = self.jobs.get_mut(reference) {
+                    job.held = false;
+                }
+                self.queue_copy(reference);
+            }
         }
     }
 
@@ -198,13 +273,30 @@ impl Core {
         out: &mut Effects,
     ) -> bool {
         let Some(job) = self.jobs.get_mut(reference) else { return false };
-        let (region, fence, next_issue) = match &mut job.stage {
-            Stage::Save { region, fence, next_issue, .. }
-            | Stage::Restore { region, fence, next_issue, .. } => (*region, *fence, next_issue),
+        let fence = job.fence_ahead().map(|index| FenceWait { index, until: job.deadline });
+        let (region, by_layer, whole, next_issue) = match &mut job.stage {
+            Stage::Save { region, next_issue, .. } => (*region, false, false, next_issue),
+            // What is all there goes out as one: layers cannot be in order otherwise.
+            Stage::Restore { region, next_issue, by_layer, streaming, .. } => {
+                (*region, *by_layer, *by_layer && !*streaming, next_issue)
+            }
             _ => return false,
         };
-        let fence = fence.map(|index| FenceWait { index, until: job.deadline });
+        if fence.is_some() && job.copies > 0 {
+            return false;
+        }
         let session = job.session;
+        let long = fence.is_some() || whole;
+        if let Some(found) = self.sessions.get_mut(session)
+            && long
+            && found.long_copies[direction as usize] >= LONG_COPIES_PER_SESSION_MAX
+        {
+            if !job.held {
+                job.held = true;
+                found.held[direction as usize].push_back(reference);
+            }
+            return false;
+        }
         let pages_start = out.copies.len();
         let total = job.entries.len() as u32;
         let (mut bytes, mut at) = (0_u64, *next_issue);
@@ -227,7 +319,7 @@ impl Core {
             };
             let Some(extent) = extent else { break };
             let len = u64::from(extent.bytes);
-            if first.is_some() && bytes + len > self.config.copy_quantum_bytes {
+            if first.is_some() && !whole && bytes + len > self.config.copy_quantum_bytes {
                 break;
             }
             bytes += len;
@@ -259,18 +351,46 @@ impl Core {
             job.prepared_ns = now;
         }
         let refused = |entry: &Entry| entry.outcome == PageOutcome::Refused;
-        let whole = direction == Direction::Restore && last && !job.entries.iter().any(refused);
-        let done = whole.then_some(job.operation);
+        let completes = direction == Direction::Restore && last && !job.entries.iter().any(refused);
+        let done = completes.then_some(job.operation);
         let len = at - first;
-        let work = Work::Copy { job: reference, session, direction, first, len };
+        let work = Work::Copy { job: reference, session, direction, first, len, long };
         let ticket = self.flow.start(work);
-        self.flow.copies_in_flight[direction as usize] += 1;
+        self.count_copy(session, direction, long);
+        let pages = pages_start..out.copies.len();
+        out.list.push(Effect::Copy {
+            ticket,
+            direction,
+            session,
+            region,
+            pages,
+            fence,
+            done,
+            by_layer,
+        });
+        !last
+    }
+
+    fn count_copy(&mut self, session: SessionId, direction: Direction, long: bool) {
+        match long {
+            true => self.flow.long_copies_in_flight += 1,
+            false => self.flow.copies_in_flight[direction as usize] += 1,
+        }
         if let Some(session) = self.sessions.get_mut(session) {
             session.copies += 1;
+            session.long_copies[direction as usize] += u32::from(long);
         }
-        let pages = pages_start..out.copies.len();
-        out.list.push(Effect::Copy { ticket, direction, session, region, pages, fence, done });
-        !last
+    }
+
+    fn count_copy_end(&mut self, session: SessionId, direction: Direction, long: bool) {
+        match long {
+            true => self.flow.long_copies_in_flight -= 1,
+            false => self.flow.copies_in_flight[direction as usize] -= 1,
+        }
+        if let Some(session) = self.sessions.get_mut(session) {
+            session.copies -= 1;
+            session.long_copies[direction as usize] -= u32::from(long);
+        }
     }
 
     pub(super) fn copied(
@@ -282,21 +402,27 @@ impl Core {
         checksums: &[u64],
         out: &mut Effects,
     ) {
-        let Work::Copy { job: reference, session, direction, first, len } = self.flow.end(ticket)
+        let Work::Copy { job: reference, session, direction, first, len, long } =
+            self.flow.end(ticket)
         else {
             return;
         };
-        self.flow.copies_in_flight[direction as usize] -= 1;
-        if let Some(found) = self.sessions.get_mut(session) {
-            found.copies -= 1;
+        self.count_copy_end(session, direction, long);
+        if long {
+            self.wake_held(session);
         }
         let Some(job) = self.jobs.get_mut(reference) else { return };
+        if fault.is_none()
+            && let Some(fence) = &mut job.fence
+        {
+            fence.passed = true;
+        }
         job.copies -= 1;
         job.copied_ns = now;
         let code = match fault {
             None => Code::None,
             Some(CopyFault::Fence) => Code::BadFence,
-            Some(CopyFault::FenceTimeout) => Code::Deadline,
+            Some(CopyFault::FenceTimeout) => job.stop.map_or(Code::Deadline, |stop| stop.code),
             Some(CopyFault::Peer | CopyFault::Device) => Code::DeviceError,
         };
         let done = if fault.is_none() { len } else { pages_done.min(len) };
@@ -323,12 +449,16 @@ impl Core {
     }
 
     pub(super) fn pump_reads(&mut self, now: Nanos, out: &mut Effects) {
+        let Self { flow, jobs, pages, .. } = self;
+        flow.ssd.look_again(|reader| {
+            let next = jobs.get(reader).and_then(Job::next_page);
+            next.is_none_or(|page| pages[page].is_resident())
+        });
         loop {
             self.feed_starved();
             self.give_read_turns(now, out);
             // What ended meanwhile may have let go of memory that somebody waits for.
-            let again = self.flow.memory_moved && !self.flow.starved.is_empty();
-            if !again || !self.flow.ssd.may_read(Urgency::Demand) {
+            if !self.flow.memory_moved || self.flow.starved.is_empty() {
                 return;
             }
         }
@@ -393,6 +523,7 @@ impl Core {
             return ReadTurn::Over;
         };
         if let ReadStart::NoRoom(device) = started {
+            self.pages[page].wanted = true;
             return ReadTurn::NoRoom(device);
         }
         *next_issue += 1;
@@ -407,7 +538,8 @@ impl Core {
                 // Nothing waits while it holds a partial lease: cut here.
                 *cut = position.min(*cut);
                 let ended = *pending == 0;
-                let code = if started == ReadStart::Gone { Code::IoError } else { Code::NoMemory };
+                let full = started == ReadStart::NoMemory;
+                let code = if full { Code::NoMemory } else { Code::IoError };
                 job.stop = None;
                 job.stop_at(code, None);
                 if ended {
@@ -429,12 +561,16 @@ impl Core {
         if found.is_resident() {
             return ReadStart::Resident;
         }
-        if found.reading {
-            return ReadStart::Waits;
-        }
         let (Some(slot), true) = (found.slot, found.indexed || found.pins > 0) else {
             return ReadStart::Gone;
         };
+        if !self.flow.ssd.is_readable(slot.device) {
+            self.stats.ssd_read_errors[IoFault::Off.index()] += 1;
+            return ReadStart::Unreadable;
+        }
+        if found.reading {
+            return ReadStart::Waits;
+        }
         if !self.flow.ssd.has_read_room(slot.device, urgency) {
             return ReadStart::NoRoom(slot.device);
         }
@@ -452,7 +588,7 @@ impl Core {
         found.reading = true;
         found.io += 1;
         let bytes = u64::from(extent.bytes);
-        let ticket = self.flow.start(Work::Read { page, device: slot.device, bytes });
+        let ticket = self.flow.start(Work::Read { page, slot, bytes, left: None });
         self.flow.ssd.start_read(slot.device, bytes);
         out.list.push(Effect::Read { ticket, slot, extent, image_bytes, checksum });
         ReadStart::Waits
@@ -482,29 +618,32 @@ impl Core {
         fault: Option<IoFault>,
         out: &mut Effects,
     ) {
-        let Work::Read { page, device, bytes } = self.flow.end(ticket) else { return };
-        self.flow.ssd.end_read(device, bytes);
+        let Work::Read { page, slot, bytes, left } = self.flow.end(ticket) else { return };
+        self.flow.ssd.end_read(slot.device, bytes);
+        self.flow.memory_moved = true;
+        if let Some(extent) = left {
+            return self.overtaken_read_ended(page, extent, bytes, fault, out);
+        }
         // Held until everyone has been told.
         self.pin(page);
-        self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.reading = false;
         found.io -= 1;
-        let mut waiter = std::mem::replace(&mut found.waiters, NIL);
+        let waiters = std::mem::replace(&mut found.waiters, NIL);
         match fault {
             None => {
                 self.stats.ssd_pages_read += 1;
                 self.stats.ssd_bytes_read += bytes;
                 found.checksum = found.slot_checksum;
+                self.wake_wanting(page);
             }
             Some(fault) => {
                 self.stats.ssd_read_errors[fault.index()] += 1;
-                let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
                 self.detach_extent(page);
                 // A tier that takes no work now may still hold the image.
                 let lost = fault != IoFault::Off;
                 if lost {
-                    self.detach_slot(page, retire, out);
+                    self.detach_slot(page, is_slots_fault(fault), out);
                 }
                 // Without a replica it is gone, and everything behind it.
                 if lost && self.pages[page].indexed {
@@ -512,12 +651,7 @@ impl Core {
                 }
             }
         }
-        while waiter != NIL {
-            let Waiter { job, position, next } = self.flow.waiters[waiter as usize];
-            self.flow.free_waiters.push(waiter);
-            waiter = next;
-            self.page_arrived(now, job, position, fault, out);
-        }
+        self.tell(now, waiters, fault, out);
         let parent = self.pages.parent(page);
         let last = self.pages[page].pins == 1;
         self.unpin(page, out);
@@ -525,6 +659,94 @@ impl Core {
         if last {
             self.touch_upwards(parent, 0);
         }
+    }
+
+    /// Tells those who waited for a read what became of it.
+    fn tell(&mut self, now: Nanos, waiters: u32, fault: Option<IoFault>, out: &mut Effects) {
+        let mut waiter = waiters;
+        while waiter != NIL {
+            let Waiter { job, position, next } = self.flow.waiters[waiter as usize];
+            self.flow.free_waiters.push(waiter);
+            waiter = next;
+            self.page_arrived(now, job, position, fault, out);
+        }
+    }
+
+    /// Tells those who wait for the read of a page that they need not: a save brought the image.
+    pub(super) fn overtake(&mut self, now: Nanos, page: PageId, out: &mut Effects) {
+        let waiters = std::mem::replace(&mut self.pages[page].waiters, NIL);
+        self.tell(now, waiters, None, out);
+    }
+
+    /// A read ended whose page has another image of a save by now: only what it says of the slot
+    /// matters.
+    fn overtaken_read_ended(
+        &mut self,
+        page: PageId,
+        extent: Extent,
+        bytes: u64,
+        fault: Option<IoFault>,
+        out: &mut Effects,
+    ) {
+        self.free_memory(extent);
+        self.draining_bytes -= u64::from(extent.bytes);
+        let found = &mut self.pages[page];
+        found.overtaken = false;
+        found.io -= 1;
+        match fault {
+            None => {
+                self.stats.ssd_pages_read += 1;
+                self.stats.ssd_bytes_read += bytes;
+            }
+            Some(fault) => {
+                self.stats.ssd_read_errors[fault.index()] += 1;
+                if fault != IoFault::Off {
+                    self.detach_slot(page, is_slots_fault(fault), out);
+                    if self.pages[page].indexed && !self.is_gone(page) {
+                        // It was wanted there before.
+                        self.offer_chain(page);
+                    } else {
+                        self.give_up_below(page);
+                    }
+                }
+            }
+        }
+        self.bury(page, out);
+    }
+
+    /// Says whether pages can be read from an SSD device. Who waits for one that ceases to read is
+    /// told at once; the reads themselves keep their memory until they end.
+    pub fn set_device_readable(
+        &mut self,
+        now: Nanos,
+        device: u16,
+        readable: bool,
+        out: &mut Effects,
+    ) {
+        if self.flow.ssd.is_readable(device) == readable {
+            return;
+        }
+        self.flow.ssd.set_readable(device, readable);
+        if readable {
+            return;
+        }
+        let read_there = |work: &Work| match work {
+            Work::Read { page, slot, left: None, .. } if slot.device == device => Some(*page),
+            _ => None,
+        };
+        let pages: Vec<PageId> = self.flow.under_way().filter_map(read_there).collect();
+        for page in pages {
+            let waiters = std::mem::replace(&mut self.pages[page].waiters, NIL);
+            self.tell(now, waiters, Some(IoFault::Off), out);
+        }
+        self.end_drains(now, out);
+    }
+
+    /// Whether a page can be brought into DRAM, or is there.
+    pub(super) fn is_at_hand(&self, page: PageId) -> bool {
+        let found = &self.pages[page];
+        let readable = |slot: Slot| self.flow.ssd.is_readable(slot.device);
+        found.is_resident() || found.slot.is_some_and(readable)
     }
 
     fn page_arrived(
@@ -562,7 +784,6 @@ impl Core {
             Stage::Restore { .. } => {
                 self.restore_page_arrived(now, reference, position, fault, out)
             }
-            Stage::Save { .. } => self.saved_page_was_read(now, reference, out),
             _ => {}
         }
     }
@@ -595,6 +816,11 @@ impl Core {
     }
 }
 
+/// Whether the place on SSD is to blame.
+pub(super) fn is_slots_fault(fault: IoFault) -> bool {
+    matches!(fault, IoFault::Errno(_) | IoFault::Short)
+}
+
 /// How an order to read a page went.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ReadStart {
@@ -606,6 +832,8 @@ pub(super) enum ReadStart {
     NoMemory,
     /// It is in no tier any more.
     Gone,
+    /// Its device reads nothing at the moment.
+    Unreadable,
     /// Its device has as many reads in flight as it may.
     NoRoom(u16),
 }

@@ -10,7 +10,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use orbitkv_shm_protocol::ids::PageHash;
+use orbitkv_shm_protocol::ids::{PageHash, SessionId};
 use orbitkv_shm_protocol::record::PageOutcome;
 
 use super::Core;
@@ -20,9 +20,10 @@ use super::flow::Work;
 use super::in_flight::InFlight;
 use super::index::PageId;
 use super::job::{EntryState, Job, JobRef, Stage};
+use super::limits::LONG_COPIES_PER_SESSION_MAX;
 use super::namespace::{NamespaceFingerprint, NamespaceId};
 use super::query::charge;
-use super::session::Scope;
+use super::session::{Scope, Session};
 use super::slots::slot_bytes;
 
 /// A page as a test sees it.
@@ -87,13 +88,18 @@ impl Core {
         self.check_spill();
     }
 
-    /// After a [`pump`](Self::pump) nobody waits for a device that has room.
+    /// After a [`pump`](Self::pump) nobody waits for a device that has room, or for a page that is in
+    /// DRAM.
     ///
     /// # Panics
     /// When somebody does.
     #[doc(hidden)]
     pub fn check_pumped(&self) {
-        self.flow.ssd.check_awake(|job| self.jobs.get(job).is_some());
+        let is_here = |page: PageId| self.pages[page].is_resident();
+        self.flow.ssd.check_awake(
+            |job| self.jobs.get(job).is_some(),
+            |job| self.jobs.get(job).and_then(Job::next_page).is_some_and(is_here),
+        );
     }
 
     /// Pages and saves own every byte of the arenas that no free run has.
@@ -108,6 +114,11 @@ impl Core {
         for (_, page) in self.pages.iter() {
             if let Some(extent) = &page.extent {
                 own(extent, charge(self.namespaces.get(page.namespace).image_bytes));
+            }
+        }
+        for work in self.flow.under_way() {
+            if let Work::Read { page, left: Some(extent), .. } = work {
+                own(extent, charge(self.namespaces.get(self.pages[*page].namespace).image_bytes));
             }
         }
         for (_, job) in self.jobs.iter() {
@@ -217,6 +228,7 @@ impl Core {
             indexed += usize::from(page.indexed);
             pinned += if page.pins > 0 { bytes } else { 0 };
             draining += if page.indexed { 0 } else { bytes };
+            assert!(!page.overtaken || page.is_resident(), "overtaken by nothing: {page:?}");
             let held = page.pins > 0 || page.io > 0 || page.unsettled;
             assert!(page.indexed || held, "held by nothing: {page:?}");
             let childless = self.pages.first_child(id).is_none();
@@ -232,6 +244,7 @@ impl Core {
                 }
             }
         }
+        draining += self.flow.under_way().map(Work::left_bytes).sum::<u64>();
         let class_pages: usize = classes.values().map(HashMap::len).sum();
         assert_eq!((in_dram, in_class, in_spill), (dram.len(), class_pages, spill.len()));
         assert_eq!(indexed, in_namespaces, "indexed pages outside of their namespace");
@@ -309,11 +322,17 @@ impl Core {
         for work in self.flow.under_way() {
             match work {
                 Work::Free | Work::Forget { .. } => {}
-                Work::Read { page, device, bytes } => {
-                    let on = in_flight.entry(*device).or_default();
+                Work::Read { page, slot, bytes, left } => {
+                    let on = in_flight.entry(slot.device).or_default();
                     (on.reads, on.read_bytes) = (on.reads + 1, on.read_bytes + bytes);
                     let of = io.entry(*page).or_default();
-                    *of = (of.0 + 1, true, of.2);
+                    *of = (of.0 + 1, left.is_none(), of.2);
+                    let found = &self.pages[*page];
+                    assert_eq!(found.overtaken, left.is_some(), "memory of a read: {found:?}");
+                    assert_eq!(found.slot, Some(*slot), "a slot that is being read was let go of");
+                    let answers = self.flow.ssd.is_readable(slot.device);
+                    let waits = self.flow.waiters_of(found).any(|job| self.jobs.get(job).is_some());
+                    assert!(answers || !waits, "waits for a device that reads nothing: {found:?}");
                 }
                 Work::Write { page, slot, bytes, .. } => {
                     let on = in_flight.entry(slot.device).or_default();
@@ -365,7 +384,6 @@ impl Core {
             let counted = match job.stage {
                 Stage::Fill { pending, .. } => pending,
                 Stage::Restore { reading, .. } => reading,
-                Stage::Save { waits_for_read, .. } => waits_for_read.into(),
                 _ => 0,
             };
             let waits = waits.get(&reference).copied().unwrap_or(0);
@@ -390,10 +408,10 @@ impl Core {
         let queued = job.queued_for_copy || job.queued_for_read;
         let moving = match job.stage {
             Stage::Idle => false,
-            Stage::Save { waits_for_read, .. } => job.copies > 0 || queued || waits_for_read,
+            Stage::Save { .. } => job.copies > 0 || queued || job.held,
             Stage::Fill { pending, .. } => pending > 0 || queued,
             Stage::Restore { reading, waits_for_memory, .. } => {
-                job.copies > 0 || reading > 0 || queued || waits_for_memory
+                job.copies > 0 || reading > 0 || queued || job.held || waits_for_memory
             }
             // Their sessions list them: see `check_sessions`.
             Stage::Wait { .. } | Stage::Drain | Stage::Unregister { .. } => true,
@@ -528,11 +546,7 @@ impl Core {
             for (region, users) in session.regions.iter().zip(users) {
                 assert_eq!(region.as_ref().map_or(0, |region| region.users), users);
             }
-            let copies = self
-                .flow
-                .under_way()
-                .filter(|work| matches!(work, Work::Copy { session, .. } if *session == id));
-            assert_eq!(session.copies as usize, copies.count(), "copies of session {id}");
+            self.check_copies_of(id, session);
             assert!(!session.closing || outstanding > 0 || session.copies > 0, "{id} has ended");
             let turns = self.sessions.turn.iter().filter(|&&other| other == id).count();
             let waits = usize::from(!session.waiting.is_empty());
@@ -540,6 +554,36 @@ impl Core {
             let waiting = session.waiting.iter().chain(&session.drains);
             assert!(waiting.into_iter().all(|&job| self.jobs.get(job).is_some()));
         }
+    }
+
+    /// Counts of copies, who waits for one of the long ones to end, and whose the events are.
+    fn check_copies_of(&self, id: SessionId, session: &Session) {
+        let (mut copies, mut long) = (0, [0; 2]);
+        for work in self.flow.under_way() {
+            if let Work::Copy { session, direction, long: is_long, .. } = work
+                && *session == id
+            {
+                copies += 1;
+                long[*direction as usize] += u32::from(*is_long);
+            }
+        }
+        assert_eq!((session.copies, session.long_copies), (copies, long), "copies of session {id}");
+        assert!(long.iter().all(|&long| long <= LONG_COPIES_PER_SESSION_MAX));
+        let mut held: Vec<_> = session.held.iter().flatten().copied().collect();
+        let mut taken = vec![false; session.events.len()];
+        for (reference, job) in self.jobs.iter().filter(|(_, job)| job.session == id) {
+            if job.held {
+                let at = held.iter().position(|&other| other == reference);
+                held.swap_remove(at.expect("nobody wakes a held operation"));
+            }
+            if let Some(fence) = job.fence {
+                let before = std::mem::replace(&mut taken[fence.index as usize], true);
+                assert!(!before, "two operations have one event");
+                assert!(fence.passed || job.copies <= 1, "copies beside one that waits: {job:?}");
+            }
+        }
+        assert_eq!(held, [], "operations that are not held wait in session {id}");
+        assert_eq!(session.events, taken, "events of session {id}");
     }
 
     /// Each offer has one outcome, waits, or is being written.

@@ -13,6 +13,10 @@ pub const READ_WINDOW_BYTES: u64 = 4 << 20;
 pub const COPY_QUANTUM_BYTES: u64 = 1 << 20;
 /// Copy commands in flight a direction: with few, a cancel or a more urgent job waits for little.
 pub const COPIES_IN_FLIGHT_MAX: u32 = 4;
+/// Copy commands in flight of one session a direction that may take long, because they wait for a
+/// fence or copy layer by layer. They do not count among the others, or an engine whose events do not
+/// come would keep everybody from copying.
+pub const LONG_COPIES_PER_SESSION_MAX: u32 = 2;
 /// Read commands in flight of one SSD device.
 pub const READS_IN_FLIGHT_MAX: u32 = 128;
 /// Bytes of SSD reads that the kernel has of one device, at least one page: enough for any drive, and
@@ -41,6 +45,11 @@ pub const HISTORY_KEYS_MAX: usize = 1 << 20;
 /// Namespaces at a time. One that no session names and that has no page in any tier gives its place to
 /// a new one when there are so many.
 pub const NAMESPACES_MAX: usize = 4096;
+/// Of `most` namespaces, those that are kept for users who hold less than half as many as these: one
+/// user, whose namespaces stay as long as a tier has a page of them, never shuts the others out.
+pub const fn namespaces_kept(most: usize) -> usize {
+    most / 8
+}
 /// Leases at a time: a lease id holds its slot in so many bits.
 pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;
 pub(super) const LEASE_INDEX_BITS: u32 = 20;

@@ -29,6 +29,8 @@ impl Scope {
 pub(super) struct Region {
     pub(super) namespace: NamespaceId,
     pub(super) device_pages: u32,
+    /// Saves need a fence.
+    pub(super) fenced: bool,
     /// Saves and restores that name it.
     pub(super) users: u32,
     /// The `Unregister` that waits for them.
@@ -47,6 +49,7 @@ pub(super) struct Credit {
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) engine: EngineId,
+    pub(super) uid: u32,
     pub(super) page_entries: u32,
     pub(super) credits: Vec<Credit>,
     pub(super) outstanding: u32,
@@ -64,14 +67,19 @@ pub(super) struct Session {
     pub(super) bad_requests: u32,
     /// Copies in flight that touch its memory.
     pub(super) copies: u32,
+    /// Those of them that may take long, by direction.
+    pub(super) long_copies: [u32; 2],
+    /// Operations that wait for one of those to end, by direction.
+    pub(super) held: [VecDeque<JobRef>; 2],
     /// Nothing more is taken from it.
     pub(super) closing: bool,
 }
 
 impl Session {
-    pub(super) fn new(engine: EngineId, credits: u32, page_entries: u32) -> Self {
+    pub(super) fn new(engine: EngineId, uid: u32, credits: u32, page_entries: u32) -> Self {
         Self {
             engine,
+            uid,
             page_entries,
             credits: vec![Credit::default(); credits as usize],
             outstanding: 0,
@@ -84,6 +92,8 @@ impl Session {
             ranges: Vec::new(),
             bad_requests: 0,
             copies: 0,
+            long_copies: [0; 2],
+            held: Default::default(),
             closing: false,
         }
     }
@@ -94,6 +104,11 @@ impl Session {
 
     pub(super) fn region_mut(&mut self, id: RegionId) -> Option<&mut Region> {
         self.regions.get_mut(id.0 as usize)?.as_mut()
+    }
+
+    /// Whether another operation may have this event as its fence.
+    pub(super) fn event_is_free(&self, index: u32) -> bool {
+        self.events.get(index as usize) == Some(&false)
     }
 
     pub(super) fn scope(&self, id: ScopeId) -> Option<&Scope> {

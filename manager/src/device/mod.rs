@@ -23,7 +23,7 @@ pub use host::{HostDevice, HostMemory, ImportError, MemoryWay, PeerHandle};
 pub use region::{DeviceRegion, PageLayout, Placement, RegionError};
 
 /// Commands of one direction that may be submitted and not yet polled.
-pub const COMMANDS_MAX: usize = 256;
+pub const COMMANDS_MAX: usize = 512;
 
 /// Something that copies. One thread owns it; its work happens elsewhere.
 pub trait Device: Send {
@@ -64,6 +64,14 @@ impl DeviceMemory {
             Self::Cuda(memory) => memory.bytes(),
         }
     }
+
+    /// Whether work that is queued on a device writes it: whoever reads it waits for an event first.
+    pub fn needs_fence(&self) -> bool {
+        match self {
+            Self::Host(_) => false,
+            Self::Cuda(_) => true,
+        }
+    }
 }
 
 /// An event of an engine: whether what it recorded before is done.
@@ -93,6 +101,7 @@ impl Fence {
             CopyError::BrokenFence { code, .. } => {
                 CopyError::BrokenFence { fence: self.index, code }
             }
+            CopyError::FenceGivenUp { .. } => CopyError::FenceGivenUp { fence: self.index },
             error => error,
         })?;
         if !passed && Instant::now() >= self.until {
@@ -109,7 +118,7 @@ pub struct DoneWord {
     pub words: DoneWords,
     /// Index of the operation, below the session's credits.
     pub operation_index: u32,
-    /// Words of that operation: 1, or one a layer.
+    /// Words of that operation: 1, or one a layer of the region.
     pub count: u32,
     /// Stored after the last byte of the operation or layer.
     pub value: u32,
@@ -222,6 +231,12 @@ pub enum CopyError {
         /// As the driver numbers it.
         code: u32,
     },
+    /// The operation was stopped before its fence had passed.
+    #[error("the operation that waited for fence {fence} was stopped")]
+    FenceGivenUp {
+        /// Its index in the session's pool.
+        fence: u32,
+    },
     /// The GPU, or our context on it, is lost: it copies nothing any more.
     #[error("gpu {gpu} is lost: CUDA error {code}")]
     GpuLost {
@@ -251,7 +266,7 @@ impl CopyError {
                 _ => CopyFault::Peer,
             },
             Self::BrokenFence { .. } => CopyFault::Fence,
-            Self::FenceTimeout { .. } => CopyFault::FenceTimeout,
+            Self::FenceTimeout { .. } | Self::FenceGivenUp { .. } => CopyFault::FenceTimeout,
             Self::GpuRefused { .. } | Self::GpuLost { .. } | Self::BadCommand { .. } => {
                 CopyFault::Device
             }

@@ -80,6 +80,7 @@ impl Simulation {
         let opened = Event::SessionOpened {
             session: SESSION,
             engine: EngineId([1; 16]),
+            uid: 0,
             credits: RING_CAPACITY_MIN,
             page_entries: PAGES_PER_REQUEST_MAX,
         };
@@ -89,7 +90,7 @@ impl Simulation {
             .define_namespace(SESSION, &namespace(info))
             .unwrap_or_else(|refusal| panic!("simulated namespace refused: {refusal}"));
         let region = core
-            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX)
+            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX, false)
             .unwrap_or_else(|refusal| panic!("simulated region refused: {refusal}"));
         Self {
             core,

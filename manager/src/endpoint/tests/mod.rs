@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, DependencySpec, GpuId, IpcHandle, ManagerMessage, MemorySpec, NamespaceSpec,
-    Refusal, RegionSpec, SegmentSpec, Welcome,
+    ClientMessage, DependencySpec, GpuId, HexBytes, IpcHandle, ManagerMessage, MemorySpec,
+    NamespaceSpec, Refusal, RegionSpec, SegmentSpec, Welcome,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
 use orbitkv_shm_protocol::doorbell::ControlBell;
@@ -397,6 +397,13 @@ impl Client {
     }
 }
 
+fn events(count: usize) -> ClientMessage {
+    ClientMessage::RegisterEvents {
+        gpu: HexBytes([1; 16]),
+        handles: vec![HexBytes([1; 64]); count],
+    }
+}
+
 fn connect(path: &Path) -> Result<OwnedFd, rustix::io::Errno> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -414,7 +421,7 @@ fn hello() -> ClientMessage {
         engine_id: "00112233445566778899aabbccddeeff".to_owned(),
         ring_capacity: 64,
         page_entries: 1024,
-        done_words: 1,
+        done_words: 3,
     }
 }
 
