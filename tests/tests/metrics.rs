@@ -270,10 +270,10 @@ const UNMOVED: [(&str, &str); 18] = [
     ("orbitkv_spill_waiting_bytes", "for the time of one disk access; see core_spill"),
     ("orbitkv_ssd_device_writing_pages", "for the time of one disk access"),
     ("orbitkv_ssd_device_write_inflight_bytes", "for the time of one disk access"),
-    ("orbitkv_ssd_device_small_read_alone_nanoseconds", "takes many reads of small pages"),
-    ("orbitkv_ssd_device_small_read_beside_nanoseconds", "takes many reads of small pages"),
+    ("orbitkv_ssd_device_small_read_alone_seconds", "takes many reads of small pages"),
+    ("orbitkv_ssd_device_small_read_beside_seconds", "takes many reads of small pages"),
     (
-        "orbitkv_ssd_device_large_read_beside_nanoseconds",
+        "orbitkv_ssd_device_large_read_beside_seconds",
         "takes many reads while pages are written",
     ),
     ("orbitkv_ssd_retries_total", "needs a disk that moves less than asked; see ssd_faults"),
