@@ -316,9 +316,13 @@ impl<O> Side<O> {
     }
 
     fn record(&mut self, fault: Option<IoFault>) {
-        // A try that was given up shows nothing good.
-        let given_up = fault == Some(IoFault::Off) && self.breaker.open().is_some();
-        self.breaker.record(is_device_fault(fault) || given_up, Instant::now);
+        let failed = match fault {
+            // The device was not asked, which shows nothing; of a try it shows nothing good.
+            Some(IoFault::Off) if self.breaker.open().is_none() => return,
+            Some(IoFault::Off) => true,
+            fault => is_device_fault(fault),
+        };
+        self.breaker.record(failed, Instant::now);
     }
 
     fn signs(&self) -> Signs {
@@ -416,4 +420,24 @@ pub struct DeviceInfo {
     pub read_mode: EngineMode,
     /// How it writes.
     pub write_mode: EngineMode,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_that_the_device_was_not_asked_for_hide_no_failures() {
+        let (mut side, _to_do, _ended) = Side::<ReadOrder>::new(8, 8).unwrap();
+        let failed = Some(IoFault::Errno(libc::EIO));
+        for _ in 0..7 {
+            side.record(failed);
+            for _ in 0..8 {
+                side.record(Some(IoFault::Off));
+            }
+        }
+        assert_eq!(side.breaker.open(), None);
+        side.record(failed);
+        assert_eq!(side.breaker.open(), Some(Cause::Errors));
+    }
 }

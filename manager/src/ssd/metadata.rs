@@ -176,8 +176,13 @@ impl Metadata {
         namespace: [u8; 32],
         generation: u64,
     ) -> Result<(), SsdError> {
-        self.change(|state| state.forget(namespace, generation));
+        self.note_forget(namespace, generation);
         self.write_both()
+    }
+
+    /// Forgets a namespace with the next superblock.
+    pub(crate) fn note_forget(&mut self, namespace: [u8; 32], generation: u64) {
+        self.change(|state| state.forget(namespace, generation));
     }
 
     /// Whether a page may be written to `slot`: its region must be on SSD with that slot length, and

@@ -671,6 +671,22 @@ fn a_region_that_came_while_the_disk_hung_is_recorded_by_the_first_write_into_it
 }
 
 #[test]
+fn a_forget_that_came_while_the_disk_hung_is_kept_for_the_next_superblock() {
+    let mut bench = WriteBench::new(|_| None, false);
+    bench.pulse.set_oldest(Some(0));
+    bench.hang();
+    let forget = WriterCommand::Forget { ticket: Ticket(2), namespace: [3; 32], generation: 9 };
+    bench.writer.accept(forget);
+    bench.writer.fill();
+    bench.writer.deliver();
+    assert_eq!(bench.ended(), HashMap::from([(Ticket(2), Some(IoFault::Off))]));
+    assert!(metadata::load(&bench.file).is_err(), "nothing is written to a disk that hangs");
+    bench.pulse.set_oldest(None);
+    run(&mut bench.writer);
+    assert!(metadata::load(&bench.file).unwrap().is_forgotten(&[3; 32], 8));
+}
+
+#[test]
 fn no_write_begins_before_the_base_of_its_generation_is_on_ssd() {
     let slot_bytes = RegionGeometry::slot_bytes_for(64 << 10).unwrap();
     let seen = |file: &SsdFile| metadata::load(file).unwrap().generation;

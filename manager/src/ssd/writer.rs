@@ -338,11 +338,17 @@ impl Duty for Writer {
         while let Some(command) = self.backlog.pop_front() {
             match command {
                 WriterCommand::Write(order) => self.flight.refuse(order, IoFault::Off),
-                WriterCommand::Forget { ticket, .. } => {
+                WriterCommand::Forget { ticket, namespace, generation } => {
+                    // Not told as done, but done as soon as there is a superblock again.
+                    self.metadata.note_forget(namespace, generation);
+                    self.resting = false;
                     self.end(SsdEnd::Forget { ticket, fault: Some(IoFault::Off) });
                     (self.notify)();
                 }
-                WriterCommand::Retire { offset } => self.metadata.retire(offset),
+                WriterCommand::Retire { offset } => {
+                    self.metadata.retire(offset);
+                    self.resting = false;
+                }
                 // The first write makes it durable.
                 WriterCommand::Generation { base } => self.metadata.note_generation(base),
                 // The first write into it makes it durable.
