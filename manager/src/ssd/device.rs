@@ -346,7 +346,12 @@ impl<O> Side<O> {
 
 /// A damaged image or a stop says nothing about the device.
 fn is_device_fault(fault: Option<IoFault>) -> bool {
-    matches!(fault, Some(IoFault::Errno(_) | IoFault::Short | IoFault::NoSpace))
+    match fault {
+        Some(IoFault::Errno(_) | IoFault::Superblock(_) | IoFault::Short | IoFault::NoSpace) => {
+            true
+        }
+        Some(IoFault::Checksum | IoFault::Off) | None => false,
+    }
 }
 
 type Made = Receiver<Result<EngineMode, Errno>>;
