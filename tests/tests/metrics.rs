@@ -272,10 +272,7 @@ const UNMOVED: [(&str, &str); 18] = [
     ("orbitkv_ssd_device_write_inflight_bytes", "for the time of one disk access"),
     ("orbitkv_ssd_device_small_read_alone_seconds", "takes many reads of small pages"),
     ("orbitkv_ssd_device_small_read_beside_seconds", "takes many reads of small pages"),
-    (
-        "orbitkv_ssd_device_large_read_beside_seconds",
-        "takes many reads while pages are written",
-    ),
+    ("orbitkv_ssd_device_large_read_beside_seconds", "takes many reads while pages are written"),
     ("orbitkv_ssd_retries_total", "needs a disk that moves less than asked; see ssd_faults"),
     ("orbitkv_ssd_stops_total", "needs a disk that fails; see ssd_faults"),
     ("orbitkv_ssd_write_budget_bytes", "needs a write budget; see core_spill"),
