@@ -49,6 +49,7 @@ with_each_engine! {
     ssd_03_memory_of_slow_reads_is_nobody_elses_until_they_end,
     ssd_03_a_region_that_is_given_back_is_not_touched_by_slow_reads,
     ssd_03_a_manager_with_slow_reads_ends_in_order,
+    a_manager_ends_in_order_although_its_disk_hangs,
     ssd_11_a_disk_that_fails_and_heals_comes_back_while_dram_is_served,
     hang_07_a_device_that_fails_everything_ends_every_prepare,
     perf_05_slow_reads_of_one_engine_wait_for_nobody_elses_dram_hits,
@@ -403,6 +404,51 @@ fn ssd_03_a_manager_with_slow_reads_ends_in_order(engine: &str) {
         assert_eq!(rig.get(Metric::SsdRecoveredPages), 64);
         let mut client = rig.attach("stop", 64);
         assert_eq!(client.restore_all(&pages), 64);
+    });
+}
+
+/// Goal: a Manager that is told to stop while its disk answers nothing does not wait for it: it says
+/// what it leaves behind and ends, long before the disk answers; what was on the disk is found by
+/// the next one. Method: reads, writes and a superblock hang; the process goes as soon as they are
+/// let go, since the kernel keeps one that has requests out.
+fn a_manager_ends_in_order_although_its_disk_hangs(engine: &str) {
+    in_private_mounts(|| {
+        let mut rig = Rig::patient(engine);
+        let mut client = rig.attach("stuck", 16);
+        let pages = roots(0..16);
+        rig.each_on_ssd(&mut client, &pages);
+        let (mut writer, mut forgetful) = (rig.attach("writes", 1), rig.attach("forgets", 1));
+        rig.manager().settle_empty();
+        let stuck = hang(&rig.disk, On::Both);
+        save_each(&mut writer, &roots(100..101));
+        rig.disk.settle("a write hangs", |served| served.waiting >= 1);
+        let _forget = forgetful.client.forget(&forgetful.scope).unwrap();
+        forgetful.client.submit().unwrap();
+        rig.disk.settle("a superblock hangs", |served| served.waiting >= 2);
+        let ask = |root: &PageHash| {
+            let (scope, root) = (client.scope, std::slice::from_ref(root));
+            let deadline = Deadline::after(2 * PATIENCE);
+            client.client.query(&scope, root, QueryMode::Demand, deadline).unwrap()
+        };
+        let _asked: Vec<_> = pages.iter().map(ask).collect();
+        client.client.submit().unwrap();
+        rig.disk.settle("reads hang", |served| served.waiting >= 3);
+        let manager = rig.manager.take().unwrap();
+        manager.ask_to_stop();
+        wait_for("it has done all that it can", || {
+            let log = manager.setup().log();
+            log.contains("left behind") && log.trim_end().ends_with("stopped")
+        });
+        assert!(rig.disk.served().waiting >= 3, "the disk has not answered");
+        assert!(!manager.socket().exists(), "the next one may come");
+        drop(stuck);
+        let setup = manager.ended();
+        drop((client, writer, forgetful));
+        rig.disk.settle("nothing is left in the kernel", |served| served.waiting == 0);
+        rig.manager = Some(setup.start());
+        let mut client = rig.attach("stuck", 16);
+        rig.manager().settle("all is found", |seen| seen.ssd[0].recovery == "done");
+        assert_eq!(restored(&mut client, &pages), [true; 16]);
     });
 }
 
