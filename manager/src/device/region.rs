@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::message::{LAYOUT_SEGMENTS_MAX, RegionSpec};
 
-use super::DeviceMemory;
+use super::{DeviceKind, DeviceMemory};
 
 /// Why a region was refused. Numbers are the engine's; segments count from 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -27,6 +27,17 @@ pub enum RegionError {
         segment: usize,
         /// As given.
         memory: u32,
+    },
+    /// Memories that no one device reaches.
+    #[error(
+        "memories {first} and {second} are not of one device: register a region a device (host, or \
+         one GPU)"
+    )]
+    MixedDevices {
+        /// One.
+        first: u32,
+        /// The other.
+        second: u32,
     },
     /// A segment without bytes.
     #[error("segment {segment} has 0 bytes")]
@@ -386,7 +397,13 @@ impl DeviceRegion {
             Some(bytes)
         })?;
         let memories = layout.memories().iter().filter_map(|handle| known.get(handle).cloned());
-        let memories = memories.collect();
+        let memories: Vec<Arc<DeviceMemory>> = memories.collect();
+        if let Some(first) = memories.first()
+            && let Some(at) = memories.iter().position(|memory| !memory.is_beside(first))
+        {
+            let (first, second) = (layout.memories()[0], layout.memories()[at]);
+            return Err(RegionError::MixedDevices { first, second });
+        }
         Ok(Self { layout, memories })
     }
 
@@ -398,6 +415,11 @@ impl DeviceRegion {
     /// Whether work that is queued on a device writes its memory, so that a save needs a fence.
     pub fn needs_fence(&self) -> bool {
         self.memories.iter().any(|memory| memory.needs_fence())
+    }
+
+    /// What copies from it and to it.
+    pub fn device(&self) -> Option<DeviceKind> {
+        self.memories.first().map(|memory| memory.device())
     }
 
     /// The memory of a [`Placement`].
