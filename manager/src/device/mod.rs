@@ -248,6 +248,12 @@ pub enum CopyError {
         /// Its index in the session's pool.
         fence: u32,
     },
+    /// The operation was stopped before its fence had passed.
+    #[error("the operation that waited for fence {fence} was stopped")]
+    FenceGivenUp {
+        /// Its index in the session's pool.
+        fence: u32,
+    },
     /// The driver did not take the order for a copy; the GPU works on.
     #[error("gpu {gpu} refused a copy: CUDA error {code}")]
     GpuRefused {
@@ -255,12 +261,6 @@ pub enum CopyError {
         gpu: u32,
         /// As the driver numbers it.
         code: u32,
-    },
-    /// The operation was stopped before its fence had passed.
-    #[error("the operation that waited for fence {fence} was stopped")]
-    FenceGivenUp {
-        /// Its index in the session's pool.
-        fence: u32,
     },
     /// The GPU, or our context on it, is lost: it copies nothing any more.
     #[error("gpu {gpu} is lost: CUDA error {code}")]
