@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use orbitkv_manager::pool::PoolError;
 use orbitkv_manager::ssd::SsdError;
 
+use crate::manager::ManagerError;
+
 /// Why a benchmark ended without numbers.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
@@ -83,5 +85,19 @@ impl BenchError {
     /// Wraps a failed call.
     pub(crate) fn system<E: Into<io::Error>>(operation: &'static str) -> impl FnOnce(E) -> Self {
         move |error| Self::System { operation, source: error.into() }
+    }
+}
+
+impl From<ManagerError> for BenchError {
+    fn from(error: ManagerError) -> Self {
+        match error {
+            ManagerError::Interrupted => Self::Interrupted,
+            ManagerError::System { operation, source } => Self::System { operation, source },
+            ManagerError::Failed { status, message } => {
+                let code = status.and_then(|status| status.code());
+                let exit = code.and_then(|code| u8::try_from(code).ok()).unwrap_or(0);
+                Self::Manager { exit, message }
+            }
+        }
     }
 }

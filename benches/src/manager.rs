@@ -1,8 +1,8 @@
-//! The Manager under measurement: `orbitkv serve` with its default settings and a private socket,
-//! in a process of its own.
+//! A private Manager: `orbitkv serve` of this same program in a process of its own.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -11,48 +11,77 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use tempfile::TempDir;
 
-use crate::error::BenchError;
-use crate::process;
-
-/// Longest start: the pool is touched page by page.
+/// Longest start: a large pool is touched page by page.
 const READY_TIMEOUT: Duration = Duration::from_secs(120);
 /// A stop ends within 10 s whatever clients do; then the process is killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(12);
 const PAUSE: Duration = Duration::from_millis(20);
-/// Fields of /proc/PID/stat after the command: user and system time, in clock ticks.
-const USER_TIME: usize = 11;
-const SYSTEM_TIME: usize = 12;
 
-/// A running Manager. Dropping it kills the process and removes its folder.
+/// Why there is no private Manager, or how it did not stop.
+#[derive(Debug, thiserror::Error)]
+pub enum ManagerError {
+    /// The caller was told to end before the Manager was ready.
+    #[error("stopped by a signal")]
+    Interrupted,
+    /// A system call failed.
+    #[error("{operation}: {source}")]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// It was not ready, or did not stop, as it should.
+    #[error("orbitkv serve: {message}")]
+    Failed {
+        /// How it ended; none when it did not end.
+        status: Option<ExitStatus>,
+        /// Its own last words.
+        message: Box<str>,
+    },
+}
+
+/// A running Manager. Dropping it stops the process, or kills it.
 #[derive(Debug)]
-pub(crate) struct Manager {
+pub struct Manager {
     child: Child,
-    folder: TempDir,
+    socket: PathBuf,
+    log: PathBuf,
 }
 
 impl Manager {
-    /// Starts a Manager that may use `cpus` from its first instruction on, and waits until it is
-    /// ready.
-    pub(crate) fn start(cpus: &[usize], interrupted: fn() -> bool) -> Result<Self, BenchError> {
-        let folder = tempfile::Builder::new().prefix("orbitkv-bench-").tempdir();
-        let folder = folder.map_err(BenchError::system("make a temporary folder"))?;
-        let log = File::create(folder.path().join("log"));
-        let log = log.map_err(BenchError::system("make the log of orbitkv serve"))?;
-        let program = std::env::current_exe();
-        let mut command = Command::new(program.map_err(BenchError::system("find this program"))?);
-        command
+    /// Starts `orbitkv serve` with `arguments`. Nobody can attach before it
+    /// [is ready](Self::until_ready).
+    ///
+    /// # Errors
+    /// [`ManagerError::System`].
+    pub fn spawn(socket: &Path, log: &Path, arguments: &[OsString]) -> Result<Self, ManagerError> {
+        let system = |operation| move |source| ManagerError::System { operation, source };
+        let file = File::create(log).map_err(system("make the log of orbitkv serve"))?;
+        let program = std::env::current_exe().map_err(system("find this program"))?;
+        let child = Command::new(program)
             .args(["serve", "--stop-at-eof", "--socket"])
-            .arg(folder.path().join("socket"))
-            // Its own group: a SIGINT from the terminal must not stop it under the clients.
+            .arg(socket)
+            .args(arguments)
+            // Its own group: a SIGINT from the terminal must not stop it under its clients.
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(log);
-        let mut child = spawn_on(cpus, &mut command)?;
+            // A file and not a pipe: the Manager may outlive this process for a moment.
+            .stderr(file)
+            .spawn()
+            .map_err(system("start orbitkv serve"))?;
+        Ok(Self { child, socket: socket.to_owned(), log: log.to_owned() })
+    }
+
+    /// Waits until it serves. `interrupted` is asked again and again; once true the wait ends.
+    ///
+    /// # Errors
+    /// [`ManagerError::Interrupted`], or [`ManagerError::Failed`] when it ended or took too long.
+    pub fn until_ready(mut self, interrupted: fn() -> bool) -> Result<Self, ManagerError> {
         let (sender, lines) = channel();
-        if let Some(stdout) = child.stdout.take() {
+        if let Some(stdout) = self.child.stdout.take() {
             thread::spawn(move || {
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                     // Read on after "ready": a full pipe would stop the Manager.
@@ -60,63 +89,65 @@ impl Manager {
                 }
             });
         }
-        let mut manager = Self { child, folder };
         let end = Instant::now() + READY_TIMEOUT;
         loop {
             if interrupted() {
-                return Err(BenchError::Interrupted);
+                return Err(ManagerError::Interrupted);
             }
             match lines.recv_timeout(PAUSE) {
-                Ok(line) if line.starts_with("ready ") => return Ok(manager),
+                Ok(line) if line.starts_with("ready ") => return Ok(self),
                 Ok(_) => {}
                 Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
-                Err(_) => return Err(manager.not_ready()),
+                Err(_) => return Err(self.not_ready()),
             }
         }
     }
 
     /// Its socket.
-    pub(crate) fn socket(&self) -> PathBuf {
-        self.folder.path().join("socket")
+    pub fn socket(&self) -> &Path {
+        &self.socket
     }
 
-    /// CPU time of all its threads since its start.
-    pub(crate) fn cpu_time(&self) -> Result<Duration, BenchError> {
-        let text = fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
-        let text = text.map_err(BenchError::system("read /proc/PID/stat of the Manager"))?;
-        let ticks = cpu_ticks(&text)
-            .ok_or_else(|| BenchError::Wrong("/proc/PID/stat of the Manager".into()))?;
-        Ok(Duration::from_secs_f64(ticks as f64 / rustix::param::clock_ticks_per_second() as f64))
+    /// Its process, which is there until this is dropped.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
     }
 
     /// Stops it in order and makes sure that nothing of it is left.
-    pub(crate) fn stop(mut self) -> Result<(), BenchError> {
-        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
-            // The child is not reaped yet, so the number is still its own.
-            let _gone = kill_process(pid, Signal::TERM);
-        }
-        match self.wait(STOP_TIMEOUT) {
+    ///
+    /// # Errors
+    /// [`ManagerError::Failed`] when it ended otherwise or had to be killed.
+    pub fn stop(mut self) -> Result<(), ManagerError> {
+        match self.end() {
             Some(status) if status.success() => Ok(()),
-            Some(status) => Err(self.complaint(status.code(), "did not stop in order")),
+            status @ Some(_) => Err(self.complaint(status, "did not stop in order")),
             None => Err(self.complaint(None, "did not stop within 12 s and was killed")),
         }
     }
 
-    fn not_ready(&mut self) -> BenchError {
+    fn not_ready(&mut self) -> ManagerError {
         let status = self.wait(Duration::from_secs(1));
-        self.complaint(status.and_then(|status| status.code()), "not ready within 120 s")
+        let fallback = match status {
+            Some(status) if status.code().is_none() => "killed before it was ready",
+            Some(_) => "ended before it was ready",
+            None => "not ready within 120 s",
+        };
+        self.complaint(status, fallback)
     }
 
-    fn complaint(&self, code: Option<i32>, fallback: &str) -> BenchError {
-        let log = fs::read(self.log()).unwrap_or_default();
+    fn complaint(&self, status: Option<ExitStatus>, fallback: &str) -> ManagerError {
+        let log = fs::read(&self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);
         let last = log.lines().last().unwrap_or(fallback);
-        let exit = code.and_then(|code| u8::try_from(code).ok()).unwrap_or(0);
-        BenchError::Manager { exit, message: last.trim_start_matches("orbitkv: ").into() }
+        ManagerError::Failed { status, message: last.trim_start_matches("orbitkv: ").into() }
     }
 
-    fn log(&self) -> PathBuf {
-        Path::new(self.folder.path()).join("log")
+    fn end(&mut self) -> Option<ExitStatus> {
+        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
+            // The child is not reaped yet, so the number is still its own.
+            let _gone = kill_process(pid, Signal::TERM);
+        }
+        self.wait(STOP_TIMEOUT)
     }
 
     fn wait(&mut self, timeout: Duration) -> Option<ExitStatus> {
@@ -137,45 +168,9 @@ impl Drop for Manager {
             return;
         }
         // In order first, so that its telemetry segment does not outlive it.
-        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
-            let _gone = kill_process(pid, Signal::TERM);
-        }
-        if self.wait(STOP_TIMEOUT).is_none() {
+        if self.end().is_none() {
             let _gone = self.child.kill();
             let _reaped = self.child.wait();
         }
-    }
-}
-
-/// Starts a process whose first instruction already runs on one of `cpus`: what it measures at its
-/// start is then true.
-fn spawn_on(cpus: &[usize], command: &mut Command) -> Result<Child, BenchError> {
-    let pin = |cpus: &[usize]| process::pin(cpus).map_err(BenchError::system("set CPU affinity"));
-    let before = process::cpus().map_err(BenchError::system("read CPU affinity"))?;
-    pin(cpus)?;
-    let child = command.spawn().map_err(BenchError::system("start orbitkv serve"));
-    pin(&before)?;
-    child
-}
-
-/// User and system time in the text of /proc/PID/stat. The command in it may hold anything.
-fn cpu_ticks(stat: &str) -> Option<u64> {
-    let (_, fields) = stat.rsplit_once(')')?;
-    let fields: Vec<&str> = fields.split_whitespace().collect();
-    let field = |at: usize| fields.get(at)?.parse::<u64>().ok();
-    Some(field(USER_TIME)? + field(SYSTEM_TIME)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cpu_ticks_stand_where_proc_says() {
-        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 9 0 0 0 30 12 0 0 20 0 3 0 55 1 2";
-        assert_eq!(cpu_ticks(stat), Some(42));
-        assert_eq!(cpu_ticks("7 (a) S 1"), None);
-        let own = std::fs::read_to_string("/proc/self/stat").unwrap();
-        assert!(cpu_ticks(&own).is_some());
     }
 }

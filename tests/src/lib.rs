@@ -17,6 +17,8 @@
 //! | `prometheus` | a strict reader of `/metrics` |
 //! | `engine` | a real attached engine whose device pages can be checked byte for byte |
 //! | `engine_process` | the same in a process of its own, to be stopped and killed |
+//! | `raw` | clients that write any byte of their segment |
+//! | `victim` | an honest engine beside them, which must stay exact |
 //! | `faulty` | a disk that fails as it is told, for real processes |
 
 pub mod client;
@@ -30,7 +32,9 @@ pub mod manager;
 pub mod memory;
 pub mod program;
 pub mod prometheus;
+pub mod raw;
 pub mod reference;
 pub mod rig;
 pub mod simulator;
+pub mod victim;
 pub mod world;

@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
@@ -45,6 +46,8 @@ pub struct Setup {
     under: Vec<OsString>,
     /// No flag but the socket's and those of [`flag`](Self::flag).
     bare: bool,
+    /// See [`at_default_socket`](Self::at_default_socket).
+    default_socket: bool,
 }
 
 /// How a start was refused.
@@ -87,6 +90,7 @@ impl Setup {
             config: String::new(),
             under: Vec::new(),
             bare: false,
+            default_socket: false,
         }
     }
 
@@ -94,6 +98,13 @@ impl Setup {
     #[must_use]
     pub fn bare(mut self) -> Self {
         self.bare = true;
+        self
+    }
+
+    /// Without `--socket`: where `serve` listens by itself, below a folder that is this setup's.
+    #[must_use]
+    pub fn at_default_socket(mut self) -> Self {
+        self.default_socket = true;
         self
     }
 
@@ -150,7 +161,8 @@ impl Setup {
 
     /// Where the Manager listens.
     pub fn socket(&self) -> PathBuf {
-        self.runtime.path().join("m.sock")
+        let name = if self.default_socket { "orbitkv/manager.sock" } else { "m.sock" };
+        self.runtime.path().join(name)
     }
 
     /// The file of the SSD tier.
@@ -242,7 +254,9 @@ impl Setup {
         };
         default("--huge-pages", "off".as_ref());
         default("--device", "host".as_ref());
-        default("--socket", self.socket().as_os_str());
+        if !self.default_socket {
+            default("--socket", self.socket().as_os_str());
+        }
         default("--dram", self.dram.as_ref());
         if self.ssd {
             default("--ssd", self.ssd_file().as_os_str());
@@ -254,6 +268,9 @@ impl Setup {
         // A file and not a pipe: nobody reads along.
         let log = File::options().create(true).append(true).open(self.log_file()).unwrap();
         command.args(&self.arguments).env_remove("XDG_RUNTIME_DIR");
+        if self.default_socket {
+            command.env("XDG_RUNTIME_DIR", self.runtime.path());
+        }
         command.current_dir(self.disk.path()).stdin(Stdio::null()).stdout(Stdio::piped());
         command.stderr(log);
         command
@@ -305,7 +322,10 @@ impl Setup {
     }
 
     /// Every name in the folders of this setup but the log and the configuration.
-    fn names(&self) -> Vec<PathBuf> {
+    ///
+    /// # Panics
+    /// When a folder cannot be read.
+    pub fn names(&self) -> Vec<PathBuf> {
         let entries =
             |folder: &Path| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
         let ours = [self.log_file(), self.config_file()];
@@ -320,6 +340,11 @@ impl Setup {
         telemetry_file(&self.socket())
     }
 
+    /// The folder of the socket, or of its folder.
+    pub fn runtime(&self) -> &Path {
+        self.runtime.path()
+    }
+
     /// The folder on a disk that is the Manager's working folder.
     pub fn folder(&self) -> &Path {
         self.disk.path()
@@ -332,6 +357,31 @@ impl Setup {
     /// What Managers of this setup logged so far.
     pub fn log(&self) -> String {
         fs::read_to_string(self.log_file()).unwrap_or_default()
+    }
+
+    /// Lines of that at level WARN.
+    pub fn warnings(&self) -> Vec<String> {
+        let log = self.log();
+        let warned = log.lines().filter(|line| line.contains(" WARN "));
+        // That the machine is busy is no finding here.
+        warned.filter(|line| !line.contains("too busy")).map(str::to_owned).collect()
+    }
+
+    /// Where the bytes of an image, which the SSD file must hold once, begin there.
+    ///
+    /// # Panics
+    /// When they are not there, or twice.
+    pub fn place_of(&self, image: &[u8]) -> u64 {
+        let file = File::open(self.ssd_file()).unwrap();
+        let bytes = file.metadata().unwrap().len();
+        let mut start = [0; 64];
+        let mut places = (0..bytes).step_by(4096).filter(|&at| {
+            file.read_exact_at(&mut start, at).unwrap();
+            start == image[..64]
+        });
+        let at = places.next().expect("the image is on disk");
+        assert_eq!(places.next(), None, "it is there once");
+        at
     }
 
     /// Starts the Manager and waits until it is ready and has found again what is on SSD.
@@ -479,6 +529,24 @@ impl Manager {
         assert_eq!(seen.counters.get(metric), expected, "{metric:?}");
     }
 
+    /// Waits until a gauge has come to rest at `expected`.
+    ///
+    /// # Panics
+    /// When it never does.
+    pub fn rests_at(&self, metric: Metric, expected: u64) {
+        self.settle_from_now(&format!("{metric:?} is {expected}"), |seen| {
+            seen.counters.get(metric) == expected
+        });
+    }
+
+    /// Waits until so many sessions are attached.
+    ///
+    /// # Panics
+    /// When that never comes.
+    pub fn has_sessions(&self, expected: u64) {
+        self.rests_at(Metric::SessionsAttached, expected);
+    }
+
     /// Waits until nobody holds or waits for anything: no lease, no operation, no budget, no pin.
     ///
     /// # Panics
@@ -512,6 +580,14 @@ impl Manager {
         assert_eq!(output.status.code(), Some(0), "{words}");
     }
 
+    /// Whether it has not ended.
+    ///
+    /// # Panics
+    /// When the system cannot say.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
     /// Its process.
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
@@ -529,6 +605,7 @@ impl Manager {
         let setup = self.setup.take().expect("a running Manager has its setup");
         let log = setup.log();
         assert_eq!(status.code(), Some(0), "{log}");
+        assert_eq!(rest, "", "one line on standard output");
         setup
     }
 

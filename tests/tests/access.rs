@@ -3,26 +3,26 @@
 //! Fault model: another user of the host who knows every path, with and without the right to get
 //! past the modes of files; members of the group that the operator named. Needs root, to be others.
 
-mod manager;
-
 use std::fs::File;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use manager::victim::Victim;
-use manager::{Manager, PATIENCE, folder, hello, orbitkv};
 use orbitkv_shm_protocol::bootstrap::message::{ManagerMessage, Refusal};
 use orbitkv_shm_protocol::bootstrap::{peer, transport};
-use orbitkv_shm_protocol::telemetry::{resolved_socket, segment_name};
+use orbitkv_shm_protocol::telemetry::{Metric, RefuseReason};
+use orbitkv_tests::manager::{Manager, PATIENCE, Setup};
 use orbitkv_tests::program::Program;
+use orbitkv_tests::raw::hello;
+use orbitkv_tests::setup;
+use orbitkv_tests::victim::Victim;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
 /// Users and groups that no system gives to anybody.
 const STRANGER: u32 = 54_321;
 const GROUP: u32 = 54_322;
-const REFUSED: &str = "orbitkv_session_refused_total{reason=\"not_allowed\"}";
+const REFUSED: Metric = Metric::SessionsRefused(RefuseReason::NotAllowed);
 
 /// Says why and returns true when this test cannot run here.
 fn cannot_run() -> bool {
@@ -33,46 +33,34 @@ fn cannot_run() -> bool {
     !is_root
 }
 
-/// Where a Manager with the default socket has everything that it makes.
+/// A Manager with the default socket, and where it has everything that it makes.
 struct Place {
-    runtime: tempfile::TempDir,
-    disk: tempfile::TempDir,
+    manager: Manager,
     /// This test's program and the Manager's, where others may run them.
     test: Program,
     orbitkv: Program,
 }
 
 impl Place {
-    /// Folders that everybody may look into: what protects is what the Manager makes.
-    fn new() -> Self {
-        let place = Self {
-            runtime: tempfile::tempdir().unwrap(),
-            disk: folder(),
-            test: Program::copy(&std::env::current_exe().unwrap()),
-            orbitkv: Program::copy(orbitkv()),
-        };
-        for folder in [place.runtime.path(), place.disk.path()] {
+    /// Starts it in folders that everybody may look into: what protects is what the Manager makes.
+    fn new(umask: &str, more: &[&str]) -> Self {
+        let masked = format!("umask {umask}; exec \"$@\"");
+        let setup: Setup = setup!().at_default_socket().under(&["sh", "-c", &masked, "sh"]);
+        for folder in [setup.runtime(), setup.folder()] {
             open_to_all(folder);
         }
-        place
+        let test = Program::copy(&std::env::current_exe().unwrap());
+        let orbitkv = Program::copy(setup.program());
+        let manager = setup.dram("16MiB").ssd("32MiB").flags(more).start();
+        Self { manager, test, orbitkv }
     }
 
     fn own_folder(&self) -> PathBuf {
-        self.runtime.path().join("orbitkv")
+        self.manager.setup().runtime().join("orbitkv")
     }
 
     fn socket(&self) -> PathBuf {
-        self.own_folder().join("manager.sock")
-    }
-
-    fn tier(&self) -> PathBuf {
-        self.disk.path().join("tier")
-    }
-
-    /// Of the telemetry segment.
-    fn telemetry(&self) -> PathBuf {
-        let name = segment_name(0, &resolved_socket(&self.socket()));
-        Path::new("/dev/shm").join(&name[1..])
+        self.manager.socket()
     }
 
     /// Everything with a name, and its mode without and with a group.
@@ -81,19 +69,9 @@ impl Place {
             (self.own_folder(), 0o700, 0o750),
             (self.socket(), 0o600, 0o660),
             (peer::lock_path(&self.socket()), 0o600, 0o640),
-            (self.telemetry(), 0o600, 0o640),
-            (self.tier(), 0o600, 0o600),
+            (self.manager.setup().telemetry_file(), 0o600, 0o640),
+            (self.manager.setup().ssd_file(), 0o600, 0o600),
         ]
-    }
-
-    fn start(&self, umask: &str, more: &[&str]) -> Manager {
-        let mut command = Command::new("sh");
-        command.arg("-c").arg(format!("umask {umask}; exec \"$0\" \"$@\"")).arg(orbitkv());
-        command.args(["serve", "--dram", "16MiB", "--huge-pages", "off", "--ssd"]).arg(self.tier());
-        command.args(["--ssd-capacity", "32MiB"]).args(more);
-        command.env("XDG_RUNTIME_DIR", self.runtime.path()).env("ORBITKV_LOG", "warn");
-        command.current_dir(self.runtime.path());
-        Manager::start_as(command, self.socket())
     }
 }
 
@@ -206,8 +184,7 @@ fn sec_05_a_stranger_reaches_nothing_under_any_umask() {
         return;
     }
     for umask in ["000", "077"] {
-        let place = Place::new();
-        let mut manager = place.start(umask, &[]);
+        let mut place = Place::new(umask, &[]);
         must_have_modes(&place, None);
         assert_eq!(as_other(&place, by_ids(&place, STRANGER, STRANGER)), NOTHING);
         // The tools say so; they do not crash.
@@ -226,18 +203,18 @@ fn sec_05_a_stranger_reaches_nothing_under_any_umask() {
             listed,
             "the owner's group is nobody"
         );
-        manager.must_count(REFUSED, 0);
+        place.manager.counted(REFUSED, 0);
         // Past the modes, not past the Manager.
         let past =
             ["--clear-groups", "--inh-caps", "+dac_override", "--ambient-caps", "+dac_override"];
         let said = as_other(&place, by_setpriv(&place, STRANGER, STRANGER, &past));
         assert!(said.ends_with("connect open\nhello not allowed\n"), "{said}");
-        manager.must_count(REFUSED, 1);
-        manager.must_have_sessions(0);
+        place.manager.counted(REFUSED, 1);
+        place.manager.has_sessions(0);
         Victim::attach(&place.socket(), "the owner").round();
         std::fs::remove_file(place.own_folder().join("mine")).unwrap();
-        assert!(manager.is_running());
-        assert_eq!(manager.stop().0, Some(0));
+        assert!(place.manager.is_running());
+        place.manager.stop();
     }
 }
 
@@ -251,26 +228,25 @@ fn sec_05_members_of_the_group_are_served() {
     }
     let group = GROUP.to_string();
     for umask in ["000", "077"] {
-        let place = Place::new();
-        let manager = place.start(umask, &["--allow-gid", &group]);
+        let place = Place::new(umask, &["--allow-gid", &group]);
         must_have_modes(&place, Some(GROUP));
         assert_eq!(as_other(&place, by_ids(&place, STRANGER, STRANGER)), NOTHING);
-        manager.must_count("orbitkv_session_opened_total", 0);
+        place.manager.counted(Metric::SessionsOpened, 0);
         let member = "list open\nmake EACCES\nread lock open\nwrite lock EACCES\n\
             read telemetry open\nwrite telemetry EACCES\nread tier EACCES\nwrite tier EACCES\n\
             connect open\nhello served\n";
         assert_eq!(as_other(&place, by_ids(&place, STRANGER, GROUP)), member);
         let further = by_setpriv(&place, STRANGER, STRANGER, &["--groups", &group]);
         assert_eq!(as_other(&place, further), member);
-        manager.must_count("orbitkv_session_opened_total", 4);
-        manager.must_have_sessions(0);
+        place.manager.counted(Metric::SessionsOpened, 4);
+        place.manager.has_sessions(0);
         let look = tool(&place, &["inspect", "--json"], GROUP);
         assert_eq!(look.status.code(), Some(0), "{}", String::from_utf8_lossy(&look.stderr));
         let evict = tool(&place, &["evict", "--tier", "dram"], GROUP);
         let words = String::from_utf8_lossy(&evict.stderr).into_owned();
         assert!(!evict.status.success() && words.contains("may not evict"), "{words}");
         // That connection; nobody else was turned away.
-        manager.must_count(REFUSED, 1);
-        assert_eq!(manager.stop().0, Some(0));
+        place.manager.counted(REFUSED, 1);
+        place.manager.stop();
     }
 }

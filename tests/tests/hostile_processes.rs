@@ -3,39 +3,45 @@
 //! Fault model: processes of the Manager's own user that connect, attach, stop and are killed at
 //! any moment, with memory of their own registered.
 
-mod manager;
-
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use manager::victim::{PAGE, Traffic, Victim, namespace, sealed_memory};
-use manager::{Manager, PATIENCE, Raw, ask, connect, folder, hello, operation};
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, ManagerMessage, MemorySpec, Refusal, RegionSpec, SegmentSpec,
+    ClientMessage, ManagerMessage, MemorySpec, Refusal,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
 use orbitkv_shm_protocol::ids::{PageHash, RegionId};
 use orbitkv_shm_protocol::record::{PageEntry, PageRange, Request, RequestBody};
+use orbitkv_shm_protocol::telemetry::{CloseReason, Metric, Reason, RefuseReason};
+use orbitkv_tests::engine::namespace;
+use orbitkv_tests::manager::{Manager, PATIENCE};
+use orbitkv_tests::raw::{Raw, ask, connect, hello, operation};
+use orbitkv_tests::setup;
+use orbitkv_tests::victim::{PAGE, Traffic, Victim, sealed_memory};
 use rustix::process::{Pid, Signal};
 
-const REFUSED_BY_LIMIT: &str = "orbitkv_session_refused_total{reason=\"limit_reached\"}";
-const REFUSED_BY_MESSAGE: &str = "orbitkv_session_refused_total{reason=\"bad_message\"}";
-const DETACHED: &str = "orbitkv_session_closed_total{reason=\"detached\"}";
+const REFUSED_BY_LIMIT: Metric = Metric::SessionsRefused(RefuseReason::LimitReached);
+const REFUSED_BY_MESSAGE: Metric = Metric::SessionsRefused(RefuseReason::BadMessage);
+const DETACHED: Metric = Metric::SessionsClosed(CloseReason::Detached);
 
 fn descriptors(manager: &Manager) -> usize {
-    std::fs::read_dir(format!("/proc/{}/fd", manager.pid())).unwrap().count()
+    std::fs::read_dir(format!("/proc/{}/fd", manager.pid().as_raw_nonzero())).unwrap().count()
 }
 
 fn mappings(manager: &Manager) -> usize {
-    std::fs::read_to_string(format!("/proc/{}/maps", manager.pid())).unwrap().lines().count()
+    std::fs::read_to_string(format!("/proc/{}/maps", manager.pid().as_raw_nonzero()))
+        .unwrap()
+        .lines()
+        .count()
 }
 
 /// Goal: the limit holds, says its number, and a place that becomes free is taken again.
 #[test]
 fn the_sixty_fifth_session_is_refused_with_the_number() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let mut sessions: Vec<_> = (0..64).map(|_| Raw::attach(&manager.socket())).collect();
     let one_too_many = connect(&manager.socket());
     let ManagerMessage::Refused { refusal, message } = ask(&one_too_many, &hello()) else {
@@ -43,7 +49,7 @@ fn the_sixty_fifth_session_is_refused_with_the_number() {
     };
     assert_eq!(refusal, Refusal::LimitReached);
     assert!(message.contains("64") && message.contains("limits.sessions"), "{message}");
-    manager.must_have_sessions(64);
+    manager.has_sessions(64);
     // Everybody is served with all places taken.
     for raw in &mut sessions {
         let spec = Request {
@@ -57,26 +63,25 @@ fn the_sixty_fifth_session_is_refused_with_the_number() {
     }
     sessions.iter().for_each(|raw| raw.must_publish(1));
     drop(one_too_many);
-    manager.must_count(REFUSED_BY_LIMIT, 1);
+    manager.counted(REFUSED_BY_LIMIT, 1);
     sessions.pop();
-    manager.must_have_sessions(63);
+    manager.has_sessions(63);
     let late = Raw::attach(&manager.socket());
     assert_eq!(late.welcome.session, 65, "ids are not used twice");
     drop((sessions, late));
-    manager.must_count(DETACHED, 65);
-    manager.must_count(REFUSED_BY_LIMIT, 1);
-    assert_eq!(manager.stop().0, Some(0));
+    manager.counted(DETACHED, 65);
+    manager.counted(REFUSED_BY_LIMIT, 1);
+    manager.stop();
 }
 
 /// Goal: attaching and detaching by the thousand leaves no descriptor, no mapping and no count
 /// behind.
 #[test]
 fn a_thousand_sessions_leave_nothing_behind() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     drop(Raw::attach(&manager.socket()));
-    manager.must_have_sessions(1);
+    manager.has_sessions(1);
     let before = (descriptors(&manager), mappings(&manager));
     for round in 0..1_000 {
         let raw = Raw::attach(&manager.socket());
@@ -89,23 +94,21 @@ fn a_thousand_sessions_leave_nothing_behind() {
         // Gone before the answer comes.
         transport::send(connect(&manager.socket()), &hello(), &[], PATIENCE).unwrap();
     }
-    manager.must_have_sessions(1);
-    manager.must_count("orbitkv_session_opened_total", 1_102);
-    manager.must_count(DETACHED, 1_101);
+    manager.has_sessions(1);
+    manager.counted(Metric::SessionsOpened, 1_102);
+    manager.counted(DETACHED, 1_101);
     assert_eq!(descriptors(&manager), before.0);
     let after = mappings(&manager);
     assert!(after <= before.1 + 8, "{after} mappings, {} before", before.1);
     traffic.end();
-    let (code, log) = manager.stop();
-    assert_eq!((code, log.lines().count()), (Some(0), 0), "{log}");
+    assert_eq!(manager.stop().warnings(), [""; 0]);
 }
 
 /// Goal: connections that never say hello, say nonsense, or are one of too many hold nobody who is
 /// attached, and are gone when they go. Each that was refused is counted once, by its reason.
 #[test]
 fn a_flood_of_connections_holds_nobody_and_is_counted() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let before = descriptors(&manager);
     // 32 may wait to attach.
@@ -117,7 +120,7 @@ fn a_flood_of_connections_holds_nobody_and_is_counted() {
         assert_eq!(refusal, Refusal::LimitReached);
     }
     traffic.must_go_on();
-    manager.must_count(REFUSED_BY_LIMIT, 68);
+    manager.counted(REFUSED_BY_LIMIT, 68);
     // Those that leave by themselves were refused by nobody.
     drop((crowd, refused));
     let nonsense: Vec<_> = (0..16).map(|_| connect(&manager.socket())).collect();
@@ -129,24 +132,23 @@ fn a_flood_of_connections_holds_nobody_and_is_counted() {
         assert!(matches!(gone, Err(TransportError::Closed)), "{gone:?}");
     }
     traffic.must_go_on();
-    manager.must_count(REFUSED_BY_MESSAGE, 16);
-    manager.must_count(REFUSED_BY_LIMIT, 68);
+    manager.counted(REFUSED_BY_MESSAGE, 16);
+    manager.counted(REFUSED_BY_LIMIT, 68);
     drop(nonsense);
     Victim::attach(&manager.socket(), "after the flood").round();
-    manager.must_have_sessions(1);
+    manager.has_sessions(1);
     assert_eq!(descriptors(&manager), before);
     traffic.end();
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 /// Goal: a client that never reads its socket is closed, and holds nobody meanwhile.
 #[test]
 fn a_client_that_never_reads_its_socket_is_closed() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let raw = Raw::attach(&manager.socket());
-    let question = ClientMessage::DefineNamespace(namespace("never read"));
+    let question = ClientMessage::DefineNamespace(namespace("never read", PAGE as u64));
     let mut sent = 0_u32;
     loop {
         match transport::send(&raw.socket, &question, &[], Duration::from_millis(200)) {
@@ -158,60 +160,46 @@ fn a_client_that_never_reads_its_socket_is_closed() {
         assert!(sent < 100_000, "answers are kept without bound");
     }
     traffic.must_go_on();
-    manager.must_count("orbitkv_session_closed_total{reason=\"peer_fault\"}", 1);
+    manager.counted(Metric::SessionsClosed(CloseReason::PeerFault), 1);
     traffic.end();
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 /// Goal: memory that is not what it was said to be fails its own copies only. Method: a memfd that
 /// cannot be sealed is cut to nothing while pages are saved from it.
 #[test]
 fn a_memfd_that_shrinks_fails_its_own_copies_only() {
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
+    let mut manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let mut raw = Raw::attach(&manager.socket());
     let bytes = 16 * PAGE as u64;
     let memfd = rustix::fs::memfd_create(c"cut", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let memfd = File::from(memfd);
     // Shorter than offered: refused.
     let message = ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes });
-    let borrowed = [std::os::fd::AsFd::as_fd(&memfd)];
-    transport::send(&raw.socket, &message, &borrowed, PATIENCE).unwrap();
-    let (answer, _) = transport::receive_manager(&raw.socket, PATIENCE).unwrap();
+    let answer = raw.ask_with(&message, &[memfd.as_fd()]);
     assert!(matches!(answer, ManagerMessage::Refused { .. }), "{answer:?}");
     // Something that is no memory: refused.
     let null = std::fs::File::open("/dev/null").unwrap();
-    let borrowed_null = [std::os::fd::AsFd::as_fd(&null)];
-    transport::send(&raw.socket, &message, &borrowed_null, PATIENCE).unwrap();
-    let (answer, _) = transport::receive_manager(&raw.socket, PATIENCE).unwrap();
+    let answer = raw.ask_with(&message, &[null.as_fd()]);
     assert!(matches!(answer, ManagerMessage::Refused { .. }), "{answer:?}");
     rustix::fs::ftruncate(&memfd, bytes).unwrap();
-    transport::send(&raw.socket, &message, &borrowed, PATIENCE).unwrap();
-    let (answer, _) = transport::receive_manager(&raw.socket, PATIENCE).unwrap();
-    let ManagerMessage::Memory { memory } = answer else { panic!("{answer:?}") };
+    let memory = raw.register_memfd(&memfd, bytes);
     let region = region_over(&raw, memory);
     rustix::fs::ftruncate(&memfd, 0).unwrap();
     save_all(&mut raw, region, 1);
     raw.must_publish(1);
     assert!(!raw.is_closed(Duration::ZERO), "its rings are in order");
-    let shown = manager.inspect();
-    assert_eq!(shown["counters"]["orbitkv_save_refused_pages_total{reason=\"device_error\"}"], 16);
+    manager.counted(Metric::SaveRefusedPages(Reason::DeviceError), 16);
     traffic.must_go_on();
     assert!(manager.is_running());
     traffic.end();
     drop(raw);
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 fn region_over(raw: &Raw, memory: u32) -> RegionId {
-    let scope = ask(&raw.socket, &ClientMessage::DefineNamespace(namespace("hostile")));
-    let ManagerMessage::Scope { scope, .. } = scope else { panic!("{scope:?}") };
-    let (stride, length) = (PAGE as u64, PAGE as u64);
-    let segments = vec![SegmentSpec { memory, offset: 0, stride, length, layer: 0 }];
-    let spec = RegionSpec { scope, pages: 16, segments };
-    let answer = ask(&raw.socket, &ClientMessage::RegisterRegion(spec));
-    let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };
-    RegionId(region)
+    raw.register_pages(raw.define("hostile"), memory, 0, 16)
 }
 
 /// Submits one save of sixteen new pages.
@@ -255,13 +243,7 @@ fn dying_client() {
         // Where one process may not read another, sealed memory does as well.
         ManagerMessage::Refused { .. } => {
             let bytes = 16 * PAGE as u64;
-            let sealed = sealed_memory(bytes);
-            let message = ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes });
-            let borrowed = [std::os::fd::AsFd::as_fd(&sealed)];
-            transport::send(&raw.socket, &message, &borrowed, PATIENCE).unwrap();
-            let (answer, _) = transport::receive_manager(&raw.socket, PATIENCE).unwrap();
-            let ManagerMessage::Memory { memory } = answer else { panic!("{answer:?}") };
-            memory
+            raw.register_memfd(&sealed_memory(bytes), bytes)
         }
         other => panic!("{other:?}"),
     };
@@ -306,8 +288,7 @@ impl Drop for Dying {
 /// held comes back.
 #[test]
 fn a_process_that_dies_in_the_middle_of_a_copy_costs_nobody_anything() {
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
+    let mut manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     for round in 0..8 {
         let dying = Dying::start(&manager.socket());
@@ -315,36 +296,31 @@ fn a_process_that_dies_in_the_middle_of_a_copy_costs_nobody_anything() {
         drop(dying);
         traffic.must_go_on();
     }
-    manager.must_have_sessions(1);
+    manager.has_sessions(1);
     assert!(manager.is_running());
     traffic.end();
-    manager.must_have_sessions(0);
-    let shown = manager.inspect();
-    let closed = |reason| {
-        let name = format!("orbitkv_session_closed_total{{reason=\"{reason}\"}}");
-        shown["counters"][name].as_u64().unwrap()
-    };
+    manager.has_sessions(0);
+    let shown = manager.fresh();
     // A hang-up may be seen before the death, and a copy may see it first.
-    assert_eq!(closed("detached") + closed("peer_died") + closed("peer_fault"), 9, "{shown}");
-    assert_eq!(shown["pool"]["pinned_bytes"], 0);
-    assert_eq!(shown["pool"]["draining_bytes"], 0);
-    assert_eq!(manager.stop().0, Some(0));
+    let reasons = [CloseReason::Detached, CloseReason::PeerDied, CloseReason::PeerFault];
+    let closed = reasons.map(|reason| shown.counters.get(Metric::SessionsClosed(reason)));
+    assert_eq!(closed.iter().sum::<u64>(), 9, "{closed:?}");
+    assert_eq!((shown.pool.pinned_bytes, shown.pool.draining_bytes), (0, 0));
+    manager.stop();
 }
 
 /// Goal: stopped processes hold neither the others nor the end of the Manager.
 #[test]
 fn stopped_clients_hold_neither_others_nor_the_stop() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let stopped: Vec<_> = (0..3).map(|_| Dying::start(&manager.socket())).collect();
     stopped.iter().for_each(|client| client.signal(Signal::STOP));
     for _ in 0..20 {
         traffic.must_go_on();
     }
-    manager.must_have_sessions(4);
+    manager.has_sessions(4);
     traffic.end();
     // A stop that does not end in time is cut off, with another code.
-    let (code, log) = manager.stop();
-    assert_eq!(code, Some(0), "{log}");
+    manager.stop();
 }

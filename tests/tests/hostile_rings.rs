@@ -4,24 +4,21 @@
 //! Fault model: a client can write any byte of its submission segment at any time, in any order,
 //! and move every index. It cannot write the completion segment.
 
-mod manager;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use manager::victim::{PAGE, Traffic, namespace, sealed_memory};
-use manager::{GEOMETRY, Manager, Raw, ask, folder, operation};
-use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, ManagerMessage, MemorySpec, RegionSpec, SegmentSpec,
-};
-use orbitkv_shm_protocol::bootstrap::transport;
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId, PageHash, RegionId, ScopeId};
 use orbitkv_shm_protocol::record::{
     PageEntry, PageRange, QueryMode, Request, RequestBody, RequestRecord,
 };
+use orbitkv_shm_protocol::telemetry::{CloseReason, Metric};
+use orbitkv_tests::manager::PATIENCE;
+use orbitkv_tests::raw::{GEOMETRY, Raw, operation};
+use orbitkv_tests::setup;
+use orbitkv_tests::victim::{PAGE, Traffic, sealed_memory};
 
-const CLOSED_BY_FAULT: &str = "orbitkv_session_closed_total{reason=\"peer_fault\"}";
-const BAD_REQUESTS: &str = "orbitkv_session_bad_requests_total";
+const CLOSED_BY_FAULT: Metric = Metric::SessionsClosed(CloseReason::PeerFault);
+const BAD_REQUESTS: Metric = Metric::SessionBadRequests;
 
 fn request(operation: OperationId, body: RequestBody) -> Request {
     Request { operation, deadline_ms: 0, range: PageRange::default(), body }
@@ -33,29 +30,17 @@ fn ping(raw: &Raw, index: u32, generation: u32) -> RequestRecord {
 
 /// One namespace and one region over sealed memory, as an honest client would register them.
 fn register(raw: &Raw, model: &str) -> (ScopeId, RegionId) {
-    let scope = ask(&raw.socket, &ClientMessage::DefineNamespace(namespace(model)));
-    let ManagerMessage::Scope { scope, .. } = scope else { panic!("{scope:?}") };
+    let scope = raw.define(model);
     let bytes = 16 * PAGE as u64;
-    let memory = sealed_memory(bytes);
-    let message = ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes });
-    let descriptors = [std::os::fd::AsFd::as_fd(&memory)];
-    transport::send(&raw.socket, &message, &descriptors, manager::PATIENCE).unwrap();
-    let (answer, _) = transport::receive_manager(&raw.socket, manager::PATIENCE).unwrap();
-    let ManagerMessage::Memory { memory } = answer else { panic!("{answer:?}") };
-    let (stride, length) = (PAGE as u64, PAGE as u64);
-    let segments = vec![SegmentSpec { memory, offset: 0, stride, length, layer: 0 }];
-    let spec = RegionSpec { scope, pages: 16, segments };
-    let answer = ask(&raw.socket, &ClientMessage::RegisterRegion(spec));
-    let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };
-    (ScopeId(scope), RegionId(region))
+    let memory = raw.register_memfd(&sealed_memory(bytes), bytes);
+    (scope, raw.register_pages(scope, memory, 0, 16))
 }
 
 /// Goal: whatever is impossible in a ring closes that session, at once or at the next look, and is
 /// counted once. Method: one session for each kind of violation beside a session that works.
 #[test]
 fn a_broken_ring_costs_its_own_session_only() {
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
+    let mut manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     type Attack = (&'static str, fn(&mut Raw));
     let attacks: [Attack; 11] = [
@@ -107,26 +92,25 @@ fn a_broken_ring_costs_its_own_session_only() {
     for (number, (what, attack)) in (1..).zip(attacks) {
         let mut raw = Raw::attach(&manager.socket());
         attack(&mut raw);
-        assert!(raw.is_closed(manager::PATIENCE), "{what}: the session lives on");
+        assert!(raw.is_closed(PATIENCE), "{what}: the session lives on");
         traffic.must_go_on();
         assert!(manager.is_running(), "{what}");
-        manager.must_count(CLOSED_BY_FAULT, number);
+        manager.counted(CLOSED_BY_FAULT, number);
     }
-    manager.must_count("orbitkv_session_opened_total", 12);
-    manager.must_have_sessions(1);
+    manager.counted(Metric::SessionsOpened, 12);
+    manager.has_sessions(1);
     assert!(traffic.end() > 0);
-    manager.must_have_sessions(0);
-    manager.must_count("orbitkv_session_closed_total{reason=\"detached\"}", 1);
-    manager.must_count(CLOSED_BY_FAULT, 11);
-    assert_eq!(manager.stop().0, Some(0));
+    manager.has_sessions(0);
+    manager.counted(Metric::SessionsClosed(CloseReason::Detached), 1);
+    manager.counted(CLOSED_BY_FAULT, 11);
+    manager.stop();
 }
 
 /// Goal: a completion ring that nobody reads stops its owner when its credits are used up, and
 /// nobody else; a ring that is read again after that is of no use any more.
 #[test]
 fn a_client_that_never_consumes_runs_out_of_credits() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let mut raw = Raw::attach(&manager.socket());
     for index in 0..GEOMETRY.ring_capacity {
@@ -142,16 +126,15 @@ fn a_client_that_never_consumes_runs_out_of_credits() {
     assert_eq!(raw.published(), 64);
     traffic.must_go_on();
     traffic.end();
-    manager.must_count(CLOSED_BY_FAULT, 1);
-    assert_eq!(manager.stop().0, Some(0));
+    manager.counted(CLOSED_BY_FAULT, 1);
+    manager.stop();
 }
 
 /// Goal: each field that no correct client writes gets one error completion, the fifteenth leaves
 /// the session alive and the sixteenth closes it.
 #[test]
 fn fifteen_bad_fields_are_answered_and_the_sixteenth_closes() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let mut raw = Raw::attach(&manager.socket());
     let (scope, region) = register(&raw, "fields");
     let query = |raw: &Raw, index, start, len| {
@@ -195,7 +178,7 @@ fn fifteen_bad_fields_are_answered_and_the_sixteenth_closes() {
         raw.submit(&[record]);
         raw.must_publish(number);
         raw.set_completion_head(number);
-        manager.must_count(BAD_REQUESTS, number - 1);
+        manager.counted(BAD_REQUESTS, number - 1);
         assert!(!raw.is_closed(Duration::ZERO), "closed by {record:?}");
     }
     // Handles of others and of nobody are refusals, no faults.
@@ -210,14 +193,14 @@ fn fifteen_bad_fields_are_answered_and_the_sixteenth_closes() {
         raw.must_publish(number);
         raw.set_completion_head(number);
     }
-    manager.must_count(BAD_REQUESTS, 15);
+    manager.counted(BAD_REQUESTS, 15);
     assert!(!raw.is_closed(Duration::ZERO));
     let record = with(&raw, &|record| record.kind = 99);
     raw.submit(&[record]);
     raw.must_be_closed();
-    manager.must_count(BAD_REQUESTS, 16);
-    manager.must_count(CLOSED_BY_FAULT, 1);
-    assert_eq!(manager.stop().0, Some(0));
+    manager.counted(BAD_REQUESTS, 16);
+    manager.counted(CLOSED_BY_FAULT, 1);
+    manager.stop();
 }
 
 /// Goal: no record can panic, hang or over-read the Manager. Method: records of random bytes, some
@@ -228,8 +211,7 @@ fn random_records_harm_nobody() {
     let seed = 0x0b17_c0de;
     println!("seed {seed:#x}");
     let mut random = fastrand::Rng::with_seed(seed);
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
+    let mut manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     for round in 0..40 {
         let mut raw = Raw::attach(&manager.socket());
@@ -280,24 +262,18 @@ fn random_records_harm_nobody() {
     }
     assert!(manager.is_running());
     traffic.must_go_on();
-    manager.must_have_sessions(1);
+    manager.has_sessions(1);
     traffic.end();
-    manager.must_have_sessions(0);
-    let inspected = manager.inspect();
-    assert_eq!(inspected["leases"].as_array().unwrap().len(), 0, "{inspected}");
-    assert_eq!(inspected["pool"]["pinned_bytes"], 0);
-    assert_eq!(inspected["pool"]["draining_bytes"], 0);
-    assert_eq!(inspected["counters"]["orbitkv_operation_running"], 0);
-    assert_eq!(inspected["counters"]["orbitkv_budget_query_used_bytes"], 0);
-    assert_eq!(manager.stop().0, Some(0));
+    manager.has_sessions(0);
+    manager.settle_empty();
+    manager.stop();
 }
 
 /// Goal: the page table is copied once, so what changes under the reader is garbage of that client
 /// alone; overlapping ranges are refused while the first is in use.
 #[test]
 fn a_page_table_that_changes_under_the_reader_harms_nobody() {
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
+    let mut manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let mut raw = Raw::attach(&manager.socket());
     let (scope, region) = register(&raw, "changing");
@@ -333,7 +309,7 @@ fn a_page_table_that_changes_under_the_reader_harms_nobody() {
                 if raw.is_closed(Duration::from_millis(1)) {
                     break 'sessions;
                 }
-                assert!(started.elapsed() < manager::PATIENCE);
+                assert!(started.elapsed() < PATIENCE);
             }
             raw.set_completion_head(raw.published());
         }
@@ -342,16 +318,15 @@ fn a_page_table_that_changes_under_the_reader_harms_nobody() {
     traffic.must_go_on();
     assert!(manager.is_running());
     drop(raw);
-    manager.must_have_sessions(1);
+    manager.has_sessions(1);
     traffic.end();
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 /// Goal: a doorbell that never holds still keeps nobody from being served.
 #[test]
 fn a_doorbell_that_never_holds_still_holds_nobody() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let mut raw = Raw::attach(&manager.socket());
     for value in 0..20_000 {
@@ -360,5 +335,5 @@ fn a_doorbell_that_never_holds_still_holds_nobody() {
     traffic.must_go_on();
     assert!(!raw.is_closed(Duration::ZERO));
     traffic.end();
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }

@@ -6,29 +6,25 @@
 //! end by SIGKILL at any moment.
 #![allow(unsafe_code, reason = "ptrace stops a client at each of its system calls")]
 
-mod manager;
-
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::ptr;
 
-use manager::victim::{PAGE, Traffic, Victim, namespace, sealed_memory};
-use manager::{GEOMETRY, Manager, PATIENCE, Raw, ask, folder, operation, orbitkv};
-use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, ManagerMessage, MemorySpec, RegionSpec, SegmentSpec,
-};
-use orbitkv_shm_protocol::bootstrap::transport;
 use orbitkv_shm_protocol::ids::{PageHash, RegionId, ScopeId};
 use orbitkv_shm_protocol::record::{PageEntry, PageRange, QueryMode, Request, RequestBody};
+use orbitkv_shm_protocol::telemetry::{CloseReason, Metric};
+use orbitkv_tests::manager::Manager;
+use orbitkv_tests::raw::{GEOMETRY, Raw, operation};
+use orbitkv_tests::setup;
+use orbitkv_tests::victim::{PAGE, Traffic, Victim, sealed_memory};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions};
 
-const CLOSED_BY_FAULT: &str = "orbitkv_session_closed_total{reason=\"peer_fault\"}";
+const CLOSED_BY_FAULT: Metric = Metric::SessionsClosed(CloseReason::PeerFault);
 const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
 
 /// A session with one namespace and one region of sixteen pages.
@@ -42,20 +38,12 @@ struct Client {
 impl Client {
     fn attach(manager: &std::path::Path) -> Self {
         let raw = Raw::attach(manager);
-        let answer = ask(&raw.socket, &ClientMessage::DefineNamespace(namespace("segments")));
-        let ManagerMessage::Scope { scope, .. } = answer else { panic!("{answer:?}") };
+        let scope = raw.define("segments");
         let bytes = 16 * PAGE as u64;
         let memory = sealed_memory(bytes);
-        let message = ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes });
-        transport::send(&raw.socket, &message, &[memory.as_fd()], PATIENCE).unwrap();
-        let (answer, _) = transport::receive_manager(&raw.socket, PATIENCE).unwrap();
-        let ManagerMessage::Memory { memory: handle } = answer else { panic!("{answer:?}") };
-        let (stride, length) = (PAGE as u64, PAGE as u64);
-        let segments = vec![SegmentSpec { memory: handle, offset: 0, stride, length, layer: 0 }];
-        let spec = RegionSpec { scope, pages: 16, segments };
-        let answer = ask(&raw.socket, &ClientMessage::RegisterRegion(spec));
-        let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };
-        Self { raw, memory, scope: ScopeId(scope), region: RegionId(region) }
+        let handle = raw.register_memfd(&memory, bytes);
+        let region = raw.register_pages(scope, handle, 0, 16);
+        Self { raw, memory, scope, region }
     }
 
     /// Writes sixteen entries that are this session's own.
@@ -81,22 +69,11 @@ impl Client {
     }
 }
 
-/// Everything that only a session can hold is given back.
-fn must_hold_nothing(manager: &Manager) {
-    let shown = manager.inspect();
-    assert_eq!(shown["leases"].as_array().unwrap().len(), 0, "{shown}");
-    assert_eq!(shown["pool"]["pinned_bytes"], 0, "{shown}");
-    assert_eq!(shown["pool"]["draining_bytes"], 0, "{shown}");
-    assert_eq!(shown["counters"]["orbitkv_operation_running"], 0, "{shown}");
-    assert_eq!(shown["counters"]["orbitkv_budget_query_used_bytes"], 0, "{shown}");
-}
-
 /// Goal: no descriptor that a client shares with the Manager can be resized while it is in use, nor
 /// holes punched into what only the Manager writes; holes in its own are its own loss.
 #[test]
 fn resizing_and_punching_shared_memory_harms_nobody_else() {
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
+    let mut manager = setup!().dram("16MiB").start();
     let traffic = Traffic::start(&manager.socket());
     let mut random = fastrand::Rng::with_seed(11);
     for round in 1..40 {
@@ -142,21 +119,19 @@ fn resizing_and_punching_shared_memory_harms_nobody_else() {
         assert!(manager.is_running());
     }
     traffic.must_go_on();
-    manager.must_have_sessions(1);
+    manager.has_sessions(1);
     traffic.end();
-    manager.must_have_sessions(0);
-    must_hold_nothing(&manager);
-    let shown = manager.inspect();
-    let faults = shown["counters"][CLOSED_BY_FAULT].as_u64().unwrap();
+    manager.has_sessions(0);
+    manager.settle_empty();
+    let faults = manager.get(CLOSED_BY_FAULT);
     assert!(faults >= 13, "{faults} sessions were closed for their holes");
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 /// Goal: a record whose wake never came is found all the same.
 #[test]
 fn a_request_that_nobody_rang_for_is_found() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     let mut client = Client::attach(&manager.socket());
     for number in 1..6 {
         client.raw.must_find_the_manager_asleep();
@@ -165,7 +140,7 @@ fn a_request_that_nobody_rang_for_is_found() {
         client.raw.must_publish(number.into());
         client.raw.set_completion_head(number.into());
     }
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 const MUTE_SOCKET: &str = "ORBITKV_TEST_MUTE_SOCKET";
@@ -203,8 +178,7 @@ fn mute_client() {
 /// back: its lease, what its last requests began, its segments.
 #[test]
 fn a_client_that_dies_before_its_wake_leaves_nothing_behind() {
-    let folder = folder();
-    let manager = Manager::start(folder.path(), &[]);
+    let manager = setup!().dram("16MiB").start();
     for round in 1..9 {
         let ended = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "mute_client", "--nocapture"])
@@ -213,12 +187,12 @@ fn a_client_that_dies_before_its_wake_leaves_nothing_behind() {
             .unwrap();
         let signal = ended.status.signal();
         assert_eq!(signal, Some(libc::SIGKILL), "{}", String::from_utf8_lossy(&ended.stdout));
-        manager.must_count("orbitkv_session_opened_total", round);
-        manager.must_have_sessions(0);
-        must_hold_nothing(&manager);
+        manager.counted(Metric::SessionsOpened, round);
+        manager.has_sessions(0);
+        manager.settle_empty();
     }
     Victim::attach(&manager.socket(), "afterwards").round();
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }
 
 /// An engine process that stops at its system calls. Killed when dropped.
@@ -231,8 +205,8 @@ struct Traced {
 
 impl Traced {
     /// Starts an engine that is about to read which Manager to attach to, and tells it.
-    fn start(socket: &std::path::Path) -> Result<Self, std::io::Error> {
-        let mut child = Command::new(orbitkv())
+    fn start(manager: &Manager) -> Result<Self, std::io::Error> {
+        let mut child = Command::new(manager.setup().program())
             .arg("engine")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -246,7 +220,12 @@ impl Traced {
         trace(libc::PTRACE_SEIZE, pid, libc::PTRACE_O_TRACESYSGOOD as usize)?;
         trace(libc::PTRACE_INTERRUPT, pid, 0)?;
         let _stopped = rustix::process::waitpid(Some(pid), WaitOptions::empty())?;
-        writeln!(traced.orders, "{} {:032x} attach 4096 0 1 16 Sealed", socket.display(), 1)?;
+        writeln!(
+            traced.orders,
+            "{} {:032x} attach 4096 0 1 16 Sealed",
+            manager.socket().display(),
+            1
+        )?;
         Ok(traced)
     }
 
@@ -301,9 +280,8 @@ fn trace(request: libc::c_uint, pid: Pid, data: usize) -> Result<(), std::io::Er
 /// holds nobody and leaves nothing. Method: one engine a step, killed there, beside two that work.
 #[test]
 fn an_engine_that_is_killed_at_any_step_of_attaching_holds_nobody() {
-    let folder = folder();
-    let mut manager = Manager::start(folder.path(), &[]);
-    match Traced::start(&manager.socket()) {
+    let mut manager = setup!().dram("16MiB").start();
+    match Traced::start(&manager) {
         Ok(_) => {}
         Err(error) => {
             println!("did not run: this system forbids ptrace of a child: {error}");
@@ -313,7 +291,7 @@ fn an_engine_that_is_killed_at_any_step_of_attaching_holds_nobody() {
     let busy = ["one", "other"].map(|model| Traffic::of(&manager.socket(), model));
     let mut steps = 0;
     loop {
-        let mut engine = Traced::start(&manager.socket()).unwrap();
+        let mut engine = Traced::start(&manager).unwrap();
         let attached = (0..=steps).any(|_| !engine.step());
         drop(engine);
         assert!(manager.is_running(), "after {steps} steps");
@@ -329,12 +307,11 @@ fn an_engine_that_is_killed_at_any_step_of_attaching_holds_nobody() {
     println!("killed at {steps} stops");
     assert!(steps > 30, "{steps} stops are no attach");
     Victim::attach(&manager.socket(), "afterwards").round();
-    manager.must_have_sessions(2);
+    manager.has_sessions(2);
     assert!(busy.map(Traffic::end).iter().all(|rounds| *rounds > 0));
-    manager.must_have_sessions(0);
-    must_hold_nothing(&manager);
-    let counted = manager.inspect()["counters"].clone();
-    let opened = counted["orbitkv_session_opened_total"].as_u64().unwrap();
+    manager.has_sessions(0);
+    manager.settle_empty();
+    let opened = manager.get(Metric::SessionsOpened);
     assert!(opened > 3, "some died with a session: {opened}");
-    assert_eq!(manager.stop().0, Some(0));
+    manager.stop();
 }

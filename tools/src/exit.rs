@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use orbitkv_benches::BenchError;
+use orbitkv_benches::manager::ManagerError;
 use orbitkv_manager::pool::PoolError;
 use orbitkv_manager::ssd::SsdError;
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
@@ -181,6 +182,23 @@ impl ToolError {
             Self::ManagerStart { exit, .. } | Self::Engine { exit, .. } => *exit,
             Self::Bench(error) => exit_of_bench(error),
             Self::Interrupted | Self::Refused { .. } => Exit::Failed,
+        }
+    }
+}
+
+impl From<ManagerError> for ToolError {
+    fn from(error: ManagerError) -> Self {
+        match error {
+            ManagerError::Interrupted => Self::Interrupted,
+            ManagerError::System { operation, source } => Self::System { operation, source },
+            ManagerError::Failed { status, message } => {
+                let exit = match status.and_then(|status| status.code()) {
+                    Some(code) => Exit::from_code(code.clamp(1, 255) as u8),
+                    // Killed, or not ready in time.
+                    None => Exit::System,
+                };
+                Self::ManagerStart { exit, message }
+            }
         }
     }
 }

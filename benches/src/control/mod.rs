@@ -7,18 +7,18 @@
 
 mod bars;
 mod crew;
+mod pinned;
 mod rounds;
 
 use std::time::Duration;
 
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
-use crate::bar::Bar;
 use crate::error::BenchError;
-use crate::machine::{COMMIT, Machine};
-use crate::manager::Manager;
-use crate::series::{self, Row};
+use crate::report::{self, Report};
+use crate::series;
 use crate::{pages, process};
+use pinned::Pinned;
 use rounds::Rounds;
 
 /// Clients of the measurements with several.
@@ -50,66 +50,6 @@ impl Options {
     }
 }
 
-/// Everything that was measured.
-#[derive(Clone, Debug)]
-pub struct Report {
-    /// The numbers, in the order in which they are shown.
-    pub rows: Vec<Row>,
-    /// Numbers beside their bars.
-    pub bars: Vec<Bar>,
-    /// Where they were measured.
-    pub machine: Machine,
-    /// The commit that was measured.
-    pub commit: &'static str,
-    options: Options,
-}
-
-impl Report {
-    /// The same as one JSON object.
-    pub fn to_json(&self) -> Value {
-        let (mut all, mut spread) = (Map::new(), Map::new());
-        for row in &self.rows {
-            series::put(&mut all, &row.name, series::number(row.median));
-            let range = json!({
-                "min": series::number(row.min),
-                "max": series::number(row.max),
-                "rounds": row.rounds,
-            });
-            series::put(&mut spread, &row.name, range);
-        }
-        let options = &self.options;
-        for (name, value) in [
-            ("spread", Value::Object(spread)),
-            ("bars", json!(self.bars)),
-            ("machine", json!(self.machine)),
-            ("commit", json!(self.commit)),
-            ("command", json!(options.command)),
-            ("runs", json!(options.runs)),
-            ("slice_ms", json!(options.slice.as_millis() as u64)),
-            ("idle_seconds", series::number(options.idle.as_secs_f64())),
-            ("pages_resident", json!(options.chains * pages::CHAIN_PAGES)),
-        ] {
-            all.insert(name.to_owned(), value);
-        }
-        Value::Object(all)
-    }
-
-    /// The same as lines of comma-separated values, after comments that say where they are from.
-    pub fn to_csv(&self) -> String {
-        let Machine { cpu, cpus, kernel, .. } = &self.machine;
-        let mut text = format!(
-            "# {cpu}, {cpus} CPUs, Linux {kernel}\n# commit {}\n# {}\n\
-             number,median,min,max,rounds\n",
-            self.commit, self.options.command
-        );
-        for Row { name, median, min, max, rounds } in &self.rows {
-            let [median, min, max] = [*median, *min, *max].map(series::number);
-            text.push_str(&format!("{name},{median},{min},{max},{rounds}\n"));
-        }
-        text
-    }
-}
-
 /// Runs the benchmark. Calls `progress` with the number of steps done, after each.
 ///
 /// # Errors
@@ -121,12 +61,20 @@ pub fn run(options: Options, progress: &mut dyn FnMut(u64)) -> Result<Report, Be
         [ours, peer, ..] => [ours, peer],
         _ => return Err(BenchError::TooFewCpus { cpus: cpus.len() }),
     };
-    let two = Manager::start(&[ours, peer], options.interrupted)?;
-    let one = Manager::start(&[ours], options.interrupted)?;
+    let two = Pinned::start(&[ours, peer], options.interrupted)?;
+    let one = Pinned::start(&[ours], options.interrupted)?;
     let series = Rounds::new(&options, [ours, peer], &two, &one, progress).run()?;
     two.stop()?;
     one.stop()?;
     let (rows, bars) = (series.rows(), bars::compare(&series));
-    let machine = Machine::read(cpus.len());
-    Ok(Report { rows, bars, machine, commit: COMMIT, options })
+    let mut object = report::summary(rows.iter().map(|row| (row.name.as_str(), row)));
+    for (name, value) in [
+        ("runs", json!(options.runs)),
+        ("slice_ms", json!(options.slice.as_millis() as u64)),
+        ("idle_seconds", series::number(options.idle.as_secs_f64())),
+        ("pages_resident", json!(options.chains * pages::CHAIN_PAGES)),
+    ] {
+        object.insert(name.to_owned(), value);
+    }
+    Ok(Report::new(rows, bars, cpus.len(), options.command, object))
 }

@@ -5,9 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::crew::Crew;
+use super::pinned::Pinned;
 use super::{CLIENTS, Options};
 use crate::error::BenchError;
-use crate::manager::Manager;
 use crate::pages::CHAIN_PAGES;
 use crate::part::{Answer, Ask, Floor, Job, Length, Rate, Wait, Walk, Work};
 use crate::series::Series;
@@ -54,8 +54,8 @@ pub(super) struct Rounds<'a> {
     options: &'a Options,
     /// CPU of the clients and the second one.
     cpus: [usize; 2],
-    two: &'a Manager,
-    one: &'a Manager,
+    two: &'a Pinned,
+    one: &'a Pinned,
     series: Series,
     steps: u64,
     progress: &'a mut dyn FnMut(u64),
@@ -65,8 +65,8 @@ impl<'a> Rounds<'a> {
     pub(super) fn new(
         options: &'a Options,
         cpus: [usize; 2],
-        two: &'a Manager,
-        one: &'a Manager,
+        two: &'a Pinned,
+        one: &'a Pinned,
         progress: &'a mut dyn FnMut(u64),
     ) -> Self {
         Self { options, cpus, two, one, series: Series::default(), steps: 0, progress }

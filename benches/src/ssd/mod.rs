@@ -18,11 +18,10 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use crate::bar::Bar;
 use crate::error::BenchError;
-use crate::machine::{COMMIT, Machine};
 use crate::process;
-use crate::series::{self, Row, Series};
+use crate::report::{self, Report};
+use crate::series::{Row, Series};
 use field::{Buffers, Field};
 use ours::Ours;
 use raw::Raw;
@@ -73,83 +72,6 @@ impl Options {
     }
 }
 
-/// Everything that was measured.
-#[derive(Clone, Debug)]
-pub struct Report {
-    /// The numbers, in the order in which they are shown; the page bytes come first in each name.
-    pub rows: Vec<Row>,
-    /// Numbers beside their bars.
-    pub bars: Vec<Bar>,
-    /// Where they were measured.
-    pub machine: Machine,
-    /// The commit that was measured.
-    pub commit: &'static str,
-    /// How the tier does I/O, in words.
-    pub mode: String,
-    /// Size of the pages that hold the DRAM pool.
-    pub page_mode: &'static str,
-    engine: &'static str,
-    compared: u64,
-    options: Options,
-}
-
-impl Report {
-    /// The same as one JSON object.
-    pub fn to_json(&self) -> Value {
-        let results: Vec<Value> =
-            self.options.page_bytes.iter().map(|bytes| self.result(*bytes)).collect();
-        let options = &self.options;
-        json!({
-            "engine": self.engine,
-            "engine_mode": self.mode,
-            "page_mode": self.page_mode,
-            "results": results,
-            "bars": self.bars,
-            "pages_compared": self.compared,
-            "machine": self.machine,
-            "commit": self.commit,
-            "command": options.command,
-            "files": options.paths.len(),
-            "size_bytes": options.size,
-            "pairs": options.pairs,
-            "slice_ms": options.slice.as_millis() as u64,
-        })
-    }
-
-    fn result(&self, page_bytes: u32) -> Value {
-        let (mut result, mut spread) = (Map::new(), Map::new());
-        result.insert("page_bytes".to_owned(), json!(page_bytes));
-        let prefix = format!("{page_bytes}/");
-        for row in &self.rows {
-            let Some(name) = row.name.strip_prefix(&prefix) else { continue };
-            series::put(&mut result, name, series::number(row.median));
-            let range = json!({
-                "min": series::number(row.min),
-                "max": series::number(row.max),
-                "rounds": row.rounds,
-            });
-            series::put(&mut spread, name, range);
-        }
-        result.insert("spread".to_owned(), Value::Object(spread));
-        Value::Object(result)
-    }
-
-    /// The same as lines of comma-separated values, after comments that say where they are from.
-    pub fn to_csv(&self) -> String {
-        let Machine { cpu, cpus, kernel, .. } = &self.machine;
-        let mut text = format!(
-            "# {cpu}, {cpus} CPUs, Linux {kernel}; {}; DRAM in {} pages\n# commit {}\n# {}\n\
-             number,median,min,max,rounds\n",
-            self.mode, self.page_mode, self.commit, self.options.command
-        );
-        for Row { name, median, min, max, rounds } in &self.rows {
-            let [median, min, max] = [*median, *min, *max].map(series::number);
-            text.push_str(&format!("{name},{median},{min},{max},{rounds}\n"));
-        }
-        text
-    }
-}
-
 /// Runs the benchmark. Calls `progress` with the number of steps done, after each.
 ///
 /// # Errors
@@ -185,16 +107,35 @@ pub fn run(options: Options, progress: &mut dyn FnMut(u64)) -> Result<Report, Be
     let mode = ours.devices.first().map(|info| info.read_mode);
     let compared = ours.compared + raw.compared;
     ours.stop();
-    let bars = options.page_bytes.iter().flat_map(|bytes| bars::compare(&series, *bytes));
-    Ok(Report {
-        rows: series.rows(),
-        bars: bars.collect(),
-        machine: Machine::read(cpus.len()),
-        commit: COMMIT,
-        mode: mode.map(|mode| mode.to_string()).unwrap_or_default(),
-        page_mode: pool.page_mode().label(),
-        engine: mode.map_or("", |mode| mode.label()),
-        compared,
-        options,
-    })
+    let rows = series.rows();
+    let bars = options.page_bytes.iter().flat_map(|bytes| bars::compare(&series, *bytes)).collect();
+    let results: Vec<_> = options.page_bytes.iter().map(|bytes| result(&rows, *bytes)).collect();
+    let page_mode = pool.page_mode().label();
+    let words = mode.map(|mode| mode.to_string()).unwrap_or_default();
+    let mut object = Map::new();
+    for (name, value) in [
+        ("engine", json!(mode.map_or("", |mode| mode.label()))),
+        ("engine_mode", json!(words)),
+        ("page_mode", json!(page_mode)),
+        ("results", json!(results)),
+        ("pages_compared", json!(compared)),
+        ("files", json!(options.paths.len())),
+        ("size_bytes", json!(options.size)),
+        ("pairs", json!(options.pairs)),
+        ("slice_ms", json!(options.slice.as_millis() as u64)),
+    ] {
+        object.insert(name.to_owned(), value);
+    }
+    let mut report = Report::new(rows, bars, cpus.len(), options.command, object);
+    report.setting = Some(format!("{words}; DRAM in {page_mode} pages"));
+    Ok(report)
+}
+
+/// The numbers of one page size, whose bytes come first in each name.
+fn result(rows: &[Row], page_bytes: u32) -> Map<String, Value> {
+    let prefix = format!("{page_bytes}/");
+    let named = rows.iter().filter_map(|row| Some((row.name.strip_prefix(&prefix)?, row)));
+    let mut result = report::summary(named);
+    result.insert("page_bytes".to_owned(), json!(page_bytes));
+    result
 }

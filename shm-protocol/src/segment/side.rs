@@ -14,7 +14,7 @@ use crate::layout::{
 };
 use crate::memory::{SharedMemory, WordReader, WordWriter};
 use crate::record::{CompletionRecord, RequestRecord, SessionState};
-use crate::ring::{Consumer, Producer};
+use crate::ring::{Consumer, Producer, RingRecord};
 
 /// The Manager's view of a session. Every number that comes out of it is the client's word.
 ///
@@ -58,31 +58,16 @@ impl ManagerSide {
         session: SessionId,
         epoch: Epoch,
     ) -> Self {
-        let capacity = geometry.ring_capacity;
+        let ring_capacity = geometry.ring_capacity;
+        let segments = Segments { own: completion, peer: submission, ring_capacity };
         Self {
-            requests: Consumer::new(
-                submission.slot_reader(RING_OFFSET, capacity),
-                submission.word_reader(REQUEST_TAIL),
-                completion.word_writer(REQUEST_HEAD),
-                0,
-            ),
-            completions: Producer::new(
-                completion.slot_writer(RING_OFFSET, capacity),
-                completion.word_writer(COMPLETION_TAIL),
-                submission.word_reader(COMPLETION_HEAD),
-                0,
-            ),
+            requests: segments.consumer(REQUEST_TAIL, REQUEST_HEAD),
+            completions: segments.producer(COMPLETION_TAIL, COMPLETION_HEAD),
             pages: PageTable::new(submission, &geometry),
             results: ResultTable::new(completion, &geometry),
             done: DoneWords::new(completion, &geometry),
-            sleeper: Sleeper::new(
-                completion.word_writer(MANAGER_SLEEP_GENERATION),
-                submission.word_reader(MANAGER_DOORBELL),
-            ),
-            ringer: Ringer::new(
-                completion.word_writer(ENGINE_DOORBELL),
-                submission.word_reader(ENGINE_SLEEP_GENERATION),
-            ),
+            sleeper: segments.sleeper(MANAGER_SLEEP_GENERATION, MANAGER_DOORBELL),
+            ringer: segments.ringer(ENGINE_DOORBELL, ENGINE_SLEEP_GENERATION),
             state: completion.word_writer(HEADER_STATE),
             geometry,
             session,
@@ -147,31 +132,16 @@ impl EngineSide {
         session: SessionId,
         epoch: Epoch,
     ) -> Self {
-        let capacity = geometry.ring_capacity;
+        let ring_capacity = geometry.ring_capacity;
+        let segments = Segments { own: submission, peer: completion, ring_capacity };
         Self {
-            requests: Producer::new(
-                submission.slot_writer(RING_OFFSET, capacity),
-                submission.word_writer(REQUEST_TAIL),
-                completion.word_reader(REQUEST_HEAD),
-                0,
-            ),
-            completions: Consumer::new(
-                completion.slot_reader(RING_OFFSET, capacity),
-                completion.word_reader(COMPLETION_TAIL),
-                submission.word_writer(COMPLETION_HEAD),
-                0,
-            ),
+            requests: segments.producer(REQUEST_TAIL, REQUEST_HEAD),
+            completions: segments.consumer(COMPLETION_TAIL, COMPLETION_HEAD),
             pages: PageTableWriter::new(submission, &geometry),
             results: ResultReader::new(completion, &geometry),
             done: DoneWordsReader::new(completion, &geometry),
-            sleeper: Sleeper::new(
-                submission.word_writer(ENGINE_SLEEP_GENERATION),
-                completion.word_reader(ENGINE_DOORBELL),
-            ),
-            ringer: Ringer::new(
-                submission.word_writer(MANAGER_DOORBELL),
-                completion.word_reader(MANAGER_SLEEP_GENERATION),
-            ),
+            sleeper: segments.sleeper(ENGINE_SLEEP_GENERATION, ENGINE_DOORBELL),
+            ringer: segments.ringer(MANAGER_DOORBELL, MANAGER_SLEEP_GENERATION),
             submission: submission.clone(),
             state: completion.word_reader(HEADER_STATE),
             geometry,
@@ -212,5 +182,36 @@ impl EngineSide {
     /// The epoch that the segments were made in.
     pub fn epoch(&self) -> Epoch {
         self.epoch
+    }
+}
+
+/// The two segments as one process holds them. Whatever is made of them writes only what is its own
+/// and reads only what is its peer's.
+#[derive(Clone, Copy)]
+struct Segments<'a> {
+    own: &'a SharedMemory,
+    peer: &'a SharedMemory,
+    ring_capacity: u32,
+}
+
+impl Segments<'_> {
+    /// The writing end of the ring in the own segment.
+    fn producer<R: RingRecord>(self, tail: usize, head: usize) -> Producer<R> {
+        let slots = self.own.slot_writer(RING_OFFSET, self.ring_capacity);
+        Producer::new(slots, self.own.word_writer(tail), self.peer.word_reader(head), 0)
+    }
+
+    /// The reading end of the ring in the peer's segment.
+    fn consumer<R: RingRecord>(self, tail: usize, head: usize) -> Consumer<R> {
+        let slots = self.peer.slot_reader(RING_OFFSET, self.ring_capacity);
+        Consumer::new(slots, self.peer.word_reader(tail), self.own.word_writer(head), 0)
+    }
+
+    fn sleeper(self, generation: usize, doorbell: usize) -> Sleeper {
+        Sleeper::new(self.own.word_writer(generation), self.peer.word_reader(doorbell))
+    }
+
+    fn ringer(self, doorbell: usize, generation: usize) -> Ringer {
+        Ringer::new(self.own.word_writer(doorbell), self.peer.word_reader(generation))
     }
 }

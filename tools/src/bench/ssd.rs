@@ -8,10 +8,9 @@ use orbitkv_benches::ssd::{self, Options, PAGE_BYTES, SIZE, SLICE_MAX};
 use orbitkv_manager::core::limits::{PAGE_BYTES_MAX, PAGE_BYTES_MIN};
 use orbitkv_manager::units::{Size, parse_duration, parse_size};
 
-use super::{RUNS_MAX, command_line, origin, table};
+use super::publish::{FileArgs, Files};
+use super::{RUNS_MAX, command_line};
 use crate::exit::{Exit, ToolError};
-use crate::output::{Output, print};
-use crate::progress::{Progress, State};
 use crate::replay::within;
 use crate::signal;
 
@@ -36,12 +35,8 @@ pub(super) struct SsdArgs {
     /// Length of a slice
     #[arg(long, value_name = "DUR", default_value = "1s", value_parser = slice)]
     slice: Duration,
-    /// Write every number as JSON
-    #[arg(long, value_name = "OUT")]
-    json: Option<PathBuf>,
-    /// Write every number as comma-separated values
-    #[arg(long, value_name = "OUT")]
-    csv: Option<PathBuf>,
+    #[command(flatten)]
+    files: FileArgs,
 }
 
 fn size(text: &str) -> Result<Size, String> {
@@ -65,10 +60,9 @@ fn slice(text: &str) -> Result<Duration, String> {
     Ok(length)
 }
 
-/// Runs the benchmark. A missed bar is a printed fact.
+/// Runs the benchmark.
 pub(super) fn run(args: SsdArgs) -> Result<Exit, ToolError> {
-    let (json, csv) = (Output::open("json", args.json)?, Output::open("csv", args.csv)?);
-    signal::install()?;
+    let files = Files::open(args.files)?;
     let page_bytes = if args.page_bytes.is_empty() { PAGE_BYTES.to_vec() } else { args.page_bytes };
     let options = Options {
         paths: args.ssd,
@@ -79,20 +73,5 @@ pub(super) fn run(args: SsdArgs) -> Result<Exit, ToolError> {
         command: command_line(),
         interrupted: || signal::check().is_err(),
     };
-    let mut progress = Progress::new("slices", options.steps());
-    let report = ssd::run(options, &mut |done| {
-        progress.advance(&State { done, note: String::new() });
-    });
-    progress.finish();
-    let report = report?;
-    print(table(&report.rows, &report.bars))?;
-    print(format_args!("{}; DRAM in {} pages; ", report.mode, report.page_mode))?;
-    print(origin(&report.machine, report.commit))?;
-    if let Some(json) = json {
-        json.json(&report.to_json())?;
-    }
-    if let Some(csv) = csv {
-        csv.text(&report.to_csv())?;
-    }
-    Ok(Exit::Ok)
+    files.fill("slices", options.steps(), |progress| ssd::run(options, progress))
 }

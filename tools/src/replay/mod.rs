@@ -10,7 +10,6 @@ mod fake;
 mod job;
 mod latency;
 mod link;
-mod manager;
 mod observe;
 mod process;
 mod report;
@@ -21,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use orbitkv_benches::manager::Manager;
 use orbitkv_manager::config::{PAGE_BYTES_MAX, PAGE_BYTES_MIN};
 use orbitkv_manager::units::{Size, parse_duration, parse_size};
 
@@ -34,7 +34,6 @@ use control::Open;
 pub(crate) use coordinator::Requests;
 use coordinator::{Outcome, Plan};
 pub use latency::Percentiles;
-use manager::Manager;
 use observe::Numbers;
 pub use observe::Spill;
 pub(crate) use process::run as run_engine_process;
@@ -234,7 +233,8 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
     let (socket, private) = match &run.server {
         Server::Socket(socket) => (socket.clone(), None),
         Server::Spawn { folder, flags } => {
-            let manager = Manager::start(&folder.socket(), &folder.log(), flags)?;
+            let manager = Manager::spawn(&folder.socket(), &folder.log(), flags)?;
+            let manager = manager.until_ready(|| signal::check().is_err())?;
             (manager.socket().to_owned(), Some(manager))
         }
     };
@@ -264,7 +264,7 @@ pub(crate) fn execute(run: Run, outputs: OutputArgs) -> Result<Exit, ToolError> 
         ..Report::default()
     };
     let exit = sum_up(&mut report, &outcome, &numbers, run.engines);
-    let stopped = private.is_none_or(Manager::stop);
+    let stopped = private.is_none_or(|manager| manager.stop().is_ok());
     if !stopped {
         report.failures.push("the Manager did not stop in order".to_owned());
     }

@@ -8,38 +8,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use orbitkv_engine::{
-    Block, Client, Completion, Connect, Deadline, DependencySpec, NamespaceSpec, PageHash,
-    QueryMode, Region, RegionLayout, RestoreOptions, Scope, Segment, Status,
+    Block, Client, Completion, Connect, Deadline, PageHash, QueryMode, Region, RegionLayout,
+    RestoreOptions, Scope, Segment, Status,
 };
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::PATIENCE;
+use crate::engine::namespace;
+use crate::manager::PATIENCE;
 
 /// Bytes of a page.
-pub(crate) const PAGE: usize = 4096;
+pub const PAGE: usize = 4096;
 /// Pages of a chain.
 const CHAIN: u32 = 4;
 
-pub(crate) fn namespace(model: &str) -> NamespaceSpec {
-    NamespaceSpec {
-        model: model.into(),
-        dtype: "bfloat16".into(),
-        page_tokens: 64,
-        page_bytes: PAGE as u64,
-        layout: "test".into(),
-        group: 0,
-        tp_rank: 0,
-        tp_size: 1,
-        pp_rank: 0,
-        pp_size: 1,
-        adapter: String::new(),
-        salt: String::new(),
-        dependency: DependencySpec::Chain,
-    }
-}
-
 /// Memory of an engine that a Manager maps.
-pub(crate) fn sealed_memory(bytes: u64) -> File {
+///
+/// # Panics
+/// When there is none.
+pub fn sealed_memory(bytes: u64) -> File {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let memfd = rustix::fs::memfd_create(c"engine", flags).unwrap();
     rustix::fs::ftruncate(&memfd, bytes).unwrap();
@@ -47,7 +33,9 @@ pub(crate) fn sealed_memory(bytes: u64) -> File {
     File::from(memfd)
 }
 
-pub(crate) struct Victim {
+/// The engine.
+#[derive(Debug)]
+pub struct Victim {
     client: Client,
     scope: Scope,
     region: Region,
@@ -56,11 +44,15 @@ pub(crate) struct Victim {
 }
 
 impl Victim {
-    pub(crate) fn attach(path: &Path, model: &str) -> Self {
+    /// Attaches with pages of `model`.
+    ///
+    /// # Panics
+    /// When that is refused.
+    pub fn attach(path: &Path, model: &str) -> Self {
         let mut client = Connect::new(path).connect().unwrap();
         let bytes = 2 * u64::from(CHAIN) * PAGE as u64;
         let memory = sealed_memory(bytes);
-        let scope = client.define_namespace(&namespace(model)).unwrap();
+        let scope = client.define_namespace(&namespace(model, PAGE as u64)).unwrap();
         let handle = client.register_memfd(&memory, bytes).unwrap();
         let (stride, length) = (PAGE as u64, PAGE as u64);
         let segments = vec![Segment { memory: handle, offset: 0, stride, length }];
@@ -80,12 +72,21 @@ impl Victim {
     }
 
     /// Saves a new chain, finds it, restores it elsewhere and compares every byte.
-    pub(crate) fn round(&mut self) {
+    ///
+    /// # Panics
+    /// When a byte is wrong or the Manager does not serve.
+    pub fn round(&mut self) {
         self.try_round().expect("the Manager serves");
     }
 
     /// [`round`](Self::round) with a Manager that may end meanwhile.
-    pub(crate) fn try_round(&mut self) -> Result<(), ServiceEnded> {
+    ///
+    /// # Errors
+    /// It did.
+    ///
+    /// # Panics
+    /// When a byte is wrong.
+    pub fn try_round(&mut self) -> Result<(), ServiceEnded> {
         self.rounds += 1;
         let block = |page: u32, device_page| {
             let mut hash = [0; 32];
@@ -124,22 +125,24 @@ impl Victim {
 
 /// The Manager, or the session with it, is over.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ServiceEnded;
+pub struct ServiceEnded;
 
 /// A victim in a thread of its own that goes round until it is told to end.
-pub(crate) struct Traffic {
+#[derive(Debug)]
+pub struct Traffic {
     ended: Arc<AtomicBool>,
     rounds: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Traffic {
-    pub(crate) fn start(path: &Path) -> Self {
+    /// Over pages that nobody else saves.
+    pub fn start(path: &Path) -> Self {
         Self::of(path, "traffic")
     }
 
     /// Over pages of `model`, which nobody else saves.
-    pub(crate) fn of(path: &Path, model: &str) -> Self {
+    pub fn of(path: &Path, model: &str) -> Self {
         let mut victim = Victim::attach(path, model);
         let (ended, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stop, count) = (Arc::clone(&ended), Arc::clone(&rounds));
@@ -153,7 +156,10 @@ impl Traffic {
     }
 
     /// Waits until a whole round began and ended after this call.
-    pub(crate) fn must_go_on(&self) {
+    ///
+    /// # Panics
+    /// When none does.
+    pub fn must_go_on(&self) {
         let until = self.rounds.load(Ordering::Acquire) + 2;
         let started = std::time::Instant::now();
         while self.rounds.load(Ordering::Acquire) < until {
@@ -165,7 +171,10 @@ impl Traffic {
     }
 
     /// Ends it and says how many rounds it went.
-    pub(crate) fn end(mut self) -> u64 {
+    ///
+    /// # Panics
+    /// When one was not exact.
+    pub fn end(mut self) -> u64 {
         self.ended.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().expect("every round was exact");
         self.rounds.load(Ordering::Acquire)
