@@ -190,7 +190,7 @@ impl Client {
     /// returned; `None` from then on, for a handle of another client, and in a forked child.
     #[inline]
     pub fn is_done(&self, operation: &Operation) -> Option<bool> {
-        self.done_word(operation, 0)
+        self.done_word(operation, Self::word_of(None)?)
     }
 
     /// [`is_done`](Self::is_done) of one layer, for a restore with
@@ -198,7 +198,19 @@ impl Client {
     /// has no done word in this session.
     #[inline]
     pub fn is_layer_done(&self, operation: &Operation, layer: u32) -> Option<bool> {
-        self.done_word(operation, layer.checked_add(1)?)
+        self.done_word(operation, Self::word_of(Some(layer))?)
+    }
+
+    /// Which done word of an operation says that all of it, or one layer, is in place.
+    #[inline]
+    pub(crate) fn word_of(layer: Option<u32>) -> Option<u32> {
+        layer.map_or(Some(0), |layer| layer.checked_add(1))
+    }
+
+    /// All done words of the session; none in a forked child.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn done_words(&self) -> Option<orbitkv_shm_protocol::segment::DoneWordsReader> {
+        self.bound.look().ok().map(Session::done_words)
     }
 
     #[inline]
