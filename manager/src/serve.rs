@@ -410,6 +410,7 @@ fn core_config(config: &Config, arena_bytes: Vec<u64>, hash_seed: u64) -> CoreCo
         bad_requests_max: config.limits.bad_requests,
         scopes_per_session_max: config.limits.scopes_per_session as usize,
         regions_per_session_max: config.limits.regions_per_session as usize,
+        events_per_session_max: config.limits.events_per_session as usize,
         spill_policy: match ssd.map_or(SpillPolicy::All, |ssd| ssd.spill) {
             SpillPolicy::All => crate::core::SpillPolicy::All,
             SpillPolicy::Reuse => crate::core::SpillPolicy::Reuse,

@@ -12,7 +12,7 @@ mod waiting;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::doorbell::{ControlBell, WAIT_WORDS_MAX, wait_many};
 use orbitkv_shm_protocol::ids::{OperationId, RegionId, SessionId};
@@ -22,10 +22,10 @@ use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
 use crate::clock::{Clock, nanos_of};
 use crate::config::WaitMode;
 use crate::core::{
-    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Eviction, Nanos,
-    SessionView, Ticket,
+    CopyFault, CopyPage, Core, CoreRefusal, Direction, Effect, Effects, Event, Eviction, FenceWait,
+    Nanos, SessionView, Ticket,
 };
-use crate::device::{CopyCommand, CopyError, Device, DeviceRegion, DoneWord};
+use crate::device::{CopyCommand, CopyError, Device, DeviceRegion, DoneWord, Fence};
 use crate::endpoint::{
     Answer, CloseCause, Endpoint, EndpointCounters, EndpointEvent, EndpointReply, Limiter,
     ListenError, QuestionId,
@@ -423,6 +423,18 @@ impl Service {
                 };
                 self.reply(EndpointReply::Answer { question, answer });
             }
+            EndpointEvent::RegisterEvents { question, session, events } => {
+                let answer = match self.core.register_events(session, events.len()) {
+                    Ok(first) => {
+                        if let Some(client) = self.client_mut(session) {
+                            client.add_events(events);
+                        }
+                        Answer::Events { first }
+                    }
+                    Err(refusal) => refused(&refusal),
+                };
+                self.reply(EndpointReply::Answer { question, answer });
+            }
             EndpointEvent::Evict { question, timeout } => {
                 let deadline = now.saturating_add(nanos_of(timeout));
                 self.evictions.push(PendingEviction { question, deadline, running: None });
@@ -696,9 +708,17 @@ impl Service {
         let done = done.map(|operation: OperationId| DoneWord {
             words: client.segments.done.clone(),
             operation_index: operation.index,
-            word_index: 0,
+            count: 1,
             value: operation.done_word(),
         });
+        let fence = match fence {
+            None => None,
+            Some(FenceWait { index, until }) => {
+                let Some(event) = client.event(index) else { return false };
+                let left = Duration::from_nanos(until.saturating_sub(self.clock.now()));
+                Some(Fence { event, index, until: Instant::now() + left })
+            }
+        };
         let image_bytes = region.layout().image_bytes();
         let command = CopyCommand {
             ticket,
@@ -728,9 +748,9 @@ impl Service {
         client.fail_untaken();
         // The answer to what the session was closed for is its last record.
         client.flush();
-        let (segments, regions) = client.into_parts();
-        let ended = EndpointReply::SessionEnded { session, segments: Box::new(segments), regions };
-        self.reply(ended);
+        let client::Parts { segments, regions, events } = client.into_parts();
+        let segments = Box::new(segments);
+        self.reply(EndpointReply::SessionEnded { session, segments, regions, events });
     }
 
     /// Goes on with one administrative eviction, a bounded number of pages a turn. True when it did.
@@ -864,7 +884,7 @@ struct CopyOrder {
     direction: Direction,
     session: SessionId,
     region: RegionId,
-    fence: Option<u32>,
+    fence: Option<FenceWait>,
     done: Option<OperationId>,
 }
 

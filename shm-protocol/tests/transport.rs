@@ -12,14 +12,14 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, DependencySpec, LAYOUT_SEGMENTS_MAX, MESSAGE_BYTES_MAX, MESSAGE_DESCRIPTORS_MAX,
-    MESSAGE_MAGIC, ManagerMessage, MemorySpec, MessageHeader, NamespaceSpec, Refusal, RegionSpec,
-    SegmentSpec, Welcome,
+    ClientMessage, DependencySpec, HexBytes, HexError, LAYOUT_SEGMENTS_MAX, MESSAGE_BYTES_MAX,
+    MESSAGE_DESCRIPTORS_MAX, MESSAGE_MAGIC, ManagerMessage, MemorySpec, MessageHeader,
+    NamespaceSpec, Refusal, RegionSpec, SegmentSpec, Welcome,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{
     TransportError, receive_client, receive_manager, send,
 };
-use orbitkv_shm_protocol::layout::{ABI_VERSION, LAYOUT_FINGERPRINT};
+use orbitkv_shm_protocol::layout::{ABI_VERSION, DONE_WORDS_MAX, LAYOUT_FINGERPRINT};
 use proptest::prelude::{Just, Strategy, any, prop_assert, prop_assert_eq, prop_oneof, proptest};
 use rustix::fs::MemfdFlags;
 use rustix::net::{
@@ -130,7 +130,7 @@ fn the_largest_region_fits_a_message() {
         offset: u64::MAX,
         stride: u64::MAX,
         length: u64::MAX,
-        layer: 0,
+        layer: DONE_WORDS_MAX - 1,
     };
     let message = ClientMessage::RegisterRegion(RegionSpec {
         scope: u32::MAX,
@@ -303,12 +303,32 @@ fn memory_descriptions_survive_the_journey() {
             nonce_address: 0x7fff_ffff_f000,
             nonce: u64::MAX - 1,
         },
+        MemorySpec::Cuda {
+            gpu: HexBytes(std::array::from_fn(|at| at as u8)),
+            handle: HexBytes(std::array::from_fn(|at| 255 - at as u8)),
+            offset: u64::MAX,
+            bytes: 1,
+        },
     ] {
         let message = ClientMessage::RegisterMemory(spec);
         send(&client, &message, &[memory.as_fd()], SOON).unwrap();
         let (received, descriptors) = receive_client(&manager, SOON).unwrap();
         assert_eq!(received, message);
         assert_eq!(rustix::fs::fstat(&descriptors[0]).unwrap().st_size, 8192);
+    }
+}
+
+#[test]
+fn bytes_in_hex_are_read_whole_or_not_at_all() {
+    let bytes = HexBytes([0x00, 0x1f, 0xa0, 0xff]);
+    assert_eq!(bytes.to_string(), "001fa0ff");
+    for good in ["001fa0ff", "001FA0ff"] {
+        assert_eq!(good.parse(), Ok(bytes));
+        assert_eq!(serde_json::from_str::<HexBytes<4>>(&format!("{good:?}")).unwrap(), bytes);
+    }
+    for bad in ["", "001fa0f", "001fa0fff", "001fa0fg", "+01fa0ff", "001fa0é"] {
+        assert_eq!(bad.parse::<HexBytes<4>>(), Err(HexError { needed: 8 }), "{bad}");
+        assert!(serde_json::from_str::<HexBytes<4>>(&format!("{bad:?}")).is_err());
     }
 }
 
@@ -339,6 +359,16 @@ fn bodies() -> Vec<Vec<u8>> {
         ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 4096 }),
         ClientMessage::RegisterMemory(process),
         ClientMessage::RegisterRegion(region),
+        ClientMessage::RegisterMemory(MemorySpec::Cuda {
+            gpu: HexBytes([1; 16]),
+            handle: HexBytes([2; 64]),
+            offset: 3,
+            bytes: 4,
+        }),
+        ClientMessage::RegisterEvents {
+            gpu: HexBytes([1; 16]),
+            handles: vec![HexBytes([2; 64]); 2],
+        },
         ClientMessage::Evict { tier: "dram".into(), timeout_ms: 5 },
     ];
     let welcome = Welcome {
@@ -364,6 +394,7 @@ fn bodies() -> Vec<Vec<u8>> {
         ManagerMessage::Scope { scope: 1, page_bytes: 2 },
         ManagerMessage::Memory { memory: 1 },
         ManagerMessage::Region { region: 1, page_bytes: 2 },
+        ManagerMessage::Events { first: 1 },
         ManagerMessage::Evicted { pages: 1, bytes: 2, pages_kept: 3, spill_drained: true },
     ];
     let client = from_client.iter().map(|message| serde_json::to_vec(message).unwrap());
@@ -417,7 +448,7 @@ proptest! {
     /// sent, with exactly the descriptors that it announced; nothing stays open.
     #[test]
     fn spoiled_messages_are_refused_or_whole(
-        which in 0_usize..13,
+        which in 0_usize..16,
         spoil in spoils(),
         attached in 0_usize..7,
         announced in prop_oneof![3 => Just(None), 1 => (0_usize..7).prop_map(Some)],
@@ -441,7 +472,7 @@ proptest! {
             }
             Spoil::Nothing | Spoil::Number(..) => {}
         }
-        let from_client = which < 7;
+        let from_client = which < 9;
         let passed: Vec<OwnedFd> = (0..attached).map(|_| memfd(1)).collect();
         let borrowed: Vec<BorrowedFd<'_>> = passed.iter().map(AsFd::as_fd).collect();
         let (ours, theirs) = sockets();
@@ -464,7 +495,9 @@ proptest! {
                 prop_assert!(descriptors.len() <= MESSAGE_DESCRIPTORS_MAX);
                 let said: serde_json::Value = serde_json::from_slice(&datagram[16..]).unwrap();
                 let again: serde_json::Value = serde_json::from_slice(&again).unwrap();
-                prop_assert_eq!(said, again);
+                // Hex digits may be sent in either case.
+                let text = |value: serde_json::Value| value.to_string().to_lowercase();
+                prop_assert_eq!(text(said), text(again));
             }
             Err(error) => {
                 let is_correct = matches!(spoil, Spoil::Nothing)

@@ -127,6 +127,7 @@ pub(crate) struct Seat {
     pub(crate) engine: String,
     pub(crate) scopes: Vec<Vec<NamespaceSpec>>,
     pub(crate) memories: Vec<Reach>,
+    pub(crate) events: u32,
     pub(crate) regions: Vec<Option<RegionSpec>>,
     pub(crate) held: Vec<(Request, Vec<PageEntry>)>,
     /// Requests taken so far.
@@ -244,6 +245,7 @@ impl Server {
             engine: engine_id,
             scopes: Vec::new(),
             memories: Vec::new(),
+            events: 0,
             regions: Vec::new(),
             held: Vec::new(),
             taken: 0,
@@ -336,6 +338,7 @@ impl Seat {
                             .map_err(|_| Refusal::UnsupportedMemory)?;
                         Reach::Process { memory, base: address, nonce_address, nonce }
                     }
+                    MemorySpec::Cuda { .. } => return Err(Refusal::UnsupportedMemory),
                 };
                 self.memories.push(reach);
                 Ok(ManagerMessage::Memory { memory: self.memories.len() as u32 - 1 })
@@ -349,6 +352,11 @@ impl Seat {
                 self.regions.push(Some(spec));
                 let region = self.regions.len() as u32 - 1;
                 Ok(ManagerMessage::Region { region, page_bytes })
+            }
+            ClientMessage::RegisterEvents { handles, .. } => {
+                let first = self.events;
+                self.events += handles.len() as u32;
+                Ok(ManagerMessage::Events { first })
             }
             ClientMessage::Hello { .. } | ClientMessage::Evict { .. } => Err(Refusal::OutOfOrder),
         }

@@ -216,6 +216,12 @@ impl Checked<'_> {
                 1,
                 4096,
             )?,
+            events_per_session: self.count(
+                Key::LimitEvents,
+                limits::EVENTS_PER_SESSION_MAX,
+                1,
+                65_536,
+            )?,
             bad_requests: self.count(
                 Key::LimitBadRequests,
                 limits::BAD_REQUESTS_MAX,

@@ -161,6 +161,8 @@ pub struct Limits {
     pub memories_per_session: u32,
     /// Regions of a session at a time.
     pub regions_per_session: u32,
+    /// Events of a session.
+    pub events_per_session: u32,
     /// Malformed requests, or refused bootstrap messages, that close a session.
     pub bad_requests: u32,
 }

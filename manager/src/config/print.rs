@@ -86,6 +86,7 @@ impl Config {
             Key::LimitScopes => limits.scopes_per_session.to_string(),
             Key::LimitMemories => limits.memories_per_session.to_string(),
             Key::LimitRegions => limits.regions_per_session.to_string(),
+            Key::LimitEvents => limits.events_per_session.to_string(),
             Key::LimitBadRequests => limits.bad_requests.to_string(),
             Key::HttpAddress => {
                 let address = self.http.address;

@@ -8,7 +8,7 @@ use std::ops::Range;
 use orbitkv_shm_protocol::ids::{OperationId, PageHash, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{Completion, PageResult};
 
-use super::event::Ticket;
+use super::event::{Nanos, Ticket};
 
 /// A run of bytes in the DRAM pool: 4 KiB aligned, owned by exactly one page or operation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -107,8 +107,8 @@ pub enum Effect {
         region: RegionId,
         /// Range of [`Effects::copies`].
         pages: Range<usize>,
-        /// Fence event to wait for first.
-        fence: Option<u32>,
+        /// What to wait for first.
+        fence: Option<FenceWait>,
         /// Store this operation's done word after the last byte of this command.
         done: Option<OperationId>,
     },
@@ -186,6 +186,16 @@ pub enum Effect {
         /// Hash of the page.
         hash: PageHash,
     },
+}
+
+/// An event that a copy waits for before it touches a byte.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FenceWait {
+    /// Its index in the session's pool.
+    pub index: u32,
+    /// When it is not waited for any more: the copy ends with
+    /// [`CopyFault::FenceTimeout`](super::CopyFault::FenceTimeout).
+    pub until: Nanos,
 }
 
 /// What a peer did that no correct client does.

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
 
-use super::effect::{CopyPage, Direction, Effect, Effects, ImageIdentity, Slot};
+use super::effect::{CopyPage, Direction, Effect, Effects, FenceWait, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
 use super::in_flight::{Devices, InFlight, Urgency};
 use super::index::{Page, PageId};
@@ -203,6 +203,7 @@ impl Core {
             | Stage::Restore { region, fence, next_issue, .. } => (*region, *fence, next_issue),
             _ => return false,
         };
+        let fence = fence.map(|index| FenceWait { index, until: job.deadline });
         let session = job.session;
         let pages_start = out.copies.len();
         let total = job.entries.len() as u32;

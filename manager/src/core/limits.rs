@@ -59,6 +59,8 @@ pub const BAD_REQUESTS_MAX: u32 = 16;
 pub const SCOPES_PER_SESSION_MAX: u32 = 1024;
 /// Regions of one session at a time unless configured.
 pub const REGIONS_PER_SESSION_MAX: u32 = 256;
+/// Events of one session unless configured.
+pub const EVENTS_PER_SESSION_MAX: u32 = 4096;
 
 /// Query budget of a pool of `dram_bytes` unless configured.
 pub const fn query_budget_bytes(dram_bytes: u64) -> u64 {

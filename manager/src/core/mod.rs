@@ -66,7 +66,8 @@ use slots::Slots;
 use write_budget::WriteBudget;
 
 pub use effect::{
-    CopyPage, Direction, Effect, Effects, Extent, GENERATIONS_END, ImageIdentity, PeerFault, Slot,
+    CopyPage, Direction, Effect, Effects, Extent, FenceWait, GENERATIONS_END, ImageIdentity,
+    PeerFault, Slot,
 };
 pub use event::{CopyFault, Event, IoFault, Nanos, Ticket};
 pub use extents::{Extents, UNIT_BYTES};
@@ -126,6 +127,8 @@ pub struct CoreConfig {
     pub scopes_per_session_max: usize,
     /// Most regions of one session at a time.
     pub regions_per_session_max: usize,
+    /// Most events of one session.
+    pub events_per_session_max: usize,
     /// Most pages that one turn drops for a forget or behind a lost page, or looks at for an eviction of everything.
     pub pages_dropped_per_turn: u32,
     /// Most pages found on SSD that one turn takes over.
@@ -161,6 +164,7 @@ impl CoreConfig {
             namespaces_max: limits::NAMESPACES_MAX,
             scopes_per_session_max: limits::SCOPES_PER_SESSION_MAX as usize,
             regions_per_session_max: limits::REGIONS_PER_SESSION_MAX as usize,
+            events_per_session_max: limits::EVENTS_PER_SESSION_MAX as usize,
             pages_dropped_per_turn: limits::PAGES_DROPPED_PER_TURN,
             pages_recovered_per_turn: limits::PAGES_RECOVERED_PER_TURN,
             report_drops: false,

@@ -1,4 +1,4 @@
-//! What is set up over the bootstrap socket: namespaces, sets, regions.
+//! What is set up over the bootstrap socket: namespaces, sets, regions, events.
 
 use orbitkv_shm_protocol::bootstrap::message::{
     NAMESPACE_TEXT_MAX, NamespaceSpec, Refusal, SCOPE_MEMBERS_MAX,
@@ -202,6 +202,26 @@ impl Core {
         let region = Region { namespace, device_pages, users: 0, ending: None };
         found.regions.push(Some(region));
         Ok(RegionId(found.regions.len() as u32 - 1))
+    }
+
+    /// Appends events to the pool of a session. Returns the index of the first.
+    ///
+    /// # Errors
+    /// An unknown session, or a limit.
+    pub fn register_events(
+        &mut self,
+        session: SessionId,
+        count: usize,
+    ) -> Result<u32, CoreRefusal> {
+        let found = self.sessions.get_mut(session).filter(|session| !session.closing);
+        let found = found.ok_or(CoreRefusal::UnknownSession)?;
+        let limit = self.config.events_per_session_max;
+        let first = found.events.len();
+        if count > limit - first {
+            return Err(CoreRefusal::LimitReached { what: "event", limit });
+        }
+        found.events.resize(first + count, false);
+        Ok(first as u32)
     }
 
     /// Bytes of a page image of a namespace that a session defined; `None` for sets and unknown

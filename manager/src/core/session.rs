@@ -52,6 +52,8 @@ pub(super) struct Session {
     pub(super) outstanding: u32,
     pub(super) scopes: Vec<Scope>,
     pub(super) regions: Vec<Option<Region>>,
+    /// The pool of events, by index: whether an operation under way has it as its fence.
+    pub(super) events: Vec<bool>,
     pub(super) leased_bytes: u64,
     /// Demand queries that wait for budget, first come first.
     pub(super) waiting: VecDeque<JobRef>,
@@ -75,6 +77,7 @@ impl Session {
             outstanding: 0,
             scopes: Vec::new(),
             regions: Vec::new(),
+            events: Vec::new(),
             leased_bytes: 0,
             waiting: VecDeque::new(),
             drains: Vec::new(),

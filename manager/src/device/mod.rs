@@ -6,6 +6,7 @@
 mod host;
 mod region;
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -58,7 +59,7 @@ impl DeviceMemory {
 }
 
 /// An event of an engine: whether what it recorded before is done.
-pub trait DeviceEvent: Send + Sync {
+pub trait DeviceEvent: fmt::Debug + Send + Sync {
     /// Whether all work recorded by the event is done, without waiting for it.
     ///
     /// # Errors
@@ -67,7 +68,7 @@ pub trait DeviceEvent: Send + Sync {
 }
 
 /// What a copy waits for before it touches a byte.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Fence {
     /// The event.
     pub event: Arc<dyn DeviceEvent>,

@@ -3,10 +3,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, Refusal, RegionSpec};
+use orbitkv_shm_protocol::bootstrap::message::{GpuId, IpcHandle, MemorySpec, Refusal, RegionSpec};
+use orbitkv_shm_protocol::segment::DoneWords;
 
 use super::{ImportRefusal, Importer, Peer};
-use crate::device::{DeviceMemory, DeviceRegion, HostMemory, PeerHandle, RegionError};
+use crate::device::{
+    DeviceEvent, DeviceMemory, DeviceRegion, HostMemory, ImportError, PeerHandle, RegionError,
+};
 
 /// Imports host memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,6 +24,7 @@ impl Importer for HostImporter {
         spec: &MemorySpec,
         descriptor: Option<OwnedFd>,
         peer: &Peer,
+        _done: &DoneWords,
     ) -> Result<DeviceMemory, ImportRefusal> {
         let handle = PeerHandle {
             // Process ids fit; 0 (a peer outside our namespace) is refused by the first access.
@@ -29,7 +33,16 @@ impl Importer for HostImporter {
         };
         HostMemory::import(spec, descriptor, &handle)
             .map(DeviceMemory::Host)
-            .map_err(|error| ImportRefusal { refusal: error.refusal(), cause: Box::new(error) })
+            .map_err(ImportRefusal::from)
+    }
+
+    fn import_events(
+        &mut self,
+        _gpu: GpuId,
+        _handles: &[IpcHandle],
+        _peer: &Peer,
+    ) -> Result<Vec<Arc<dyn DeviceEvent>>, ImportRefusal> {
+        Err(ImportError::NoCuda.into())
     }
 
     fn lay_out(
@@ -47,5 +60,11 @@ impl Importer for HostImporter {
             };
             ImportRefusal { refusal, cause: Box::new(error) }
         })
+    }
+}
+
+impl From<ImportError> for ImportRefusal {
+    fn from(error: ImportError) -> Self {
+        Self { refusal: error.refusal(), cause: Box::new(error) }
     }
 }

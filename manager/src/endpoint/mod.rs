@@ -33,11 +33,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, NamespaceSpec, Refusal, RegionSpec};
+use orbitkv_shm_protocol::bootstrap::message::{
+    GpuId, IpcHandle, MemorySpec, NamespaceSpec, Refusal, RegionSpec,
+};
 use orbitkv_shm_protocol::bootstrap::peer::PeerCredentials;
 use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::ids::{EngineId, Epoch, RegionId, ScopeId, SessionId};
-use orbitkv_shm_protocol::segment::ManagerSide;
+use orbitkv_shm_protocol::segment::{DoneWords, ManagerSide};
 use ringbuf::traits::{Consumer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 use rustix::event::EventfdFlags;
@@ -51,6 +53,7 @@ pub use session::EVICT_TIMEOUT_MAX;
 
 use crate::clock::Clock;
 use crate::config::{Config, Limits, UNATTACHED_MAX};
+use crate::device::DeviceEvent;
 use server::Server;
 
 /// Replies that may wait for the endpoint thread.
@@ -63,7 +66,8 @@ pub trait Importer: Send + 'static {
     /// A checked page layout over such memory.
     type Region: Send + Sync + 'static;
 
-    /// Maps or probes memory of `peer`. May take long.
+    /// Maps or probes memory of `peer`. May take long. `done` are the words of its session, for
+    /// devices that store them themselves.
     ///
     /// # Errors
     /// The memory cannot be reached; the message names the cause.
@@ -72,7 +76,19 @@ pub trait Importer: Send + 'static {
         spec: &MemorySpec,
         descriptor: Option<OwnedFd>,
         peer: &Peer,
+        done: &DoneWords,
     ) -> Result<Self::Memory, ImportRefusal>;
+
+    /// Opens events of `peer` on one GPU, all of them or none. May take long.
+    ///
+    /// # Errors
+    /// An event cannot be opened; the message names the cause.
+    fn import_events(
+        &mut self,
+        gpu: GpuId,
+        handles: &[IpcHandle],
+        peer: &Peer,
+    ) -> Result<Vec<Arc<dyn DeviceEvent>>, ImportRefusal>;
 
     /// Checks a page layout. Every handle in it is a position in `memories`, already checked.
     ///
@@ -134,6 +150,15 @@ pub enum EndpointEvent<R> {
         pages: u32,
         /// The layout. Give it back with [`EndpointReply::RegionEnded`].
         region: Arc<R>,
+    },
+    /// Answer with [`Answer::Events`].
+    RegisterEvents {
+        /// Of the answer.
+        question: QuestionId,
+        /// Whose.
+        session: SessionId,
+        /// In their order in the pool. Give them back with [`EndpointReply::SessionEnded`].
+        events: Vec<Arc<dyn DeviceEvent>>,
     },
     /// Wait until the spill set is empty, at most `timeout`, then drop every unleased page of DRAM.
     /// Answer with [`Answer::Evicted`].
@@ -201,6 +226,8 @@ pub enum EndpointReply<R> {
         segments: Box<ManagerSide>,
         /// Regions that were not ended one by one; unmapped here.
         regions: Vec<Arc<R>>,
+        /// Events that were registered; closed here.
+        events: Vec<Arc<dyn DeviceEvent>>,
     },
 }
 
@@ -218,6 +245,11 @@ pub enum Answer {
     Region {
         /// Its id.
         region: RegionId,
+    },
+    /// Events are in the session's pool.
+    Events {
+        /// Index of the first.
+        first: u32,
     },
     /// DRAM was evicted.
     Evicted {

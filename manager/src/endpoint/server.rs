@@ -12,6 +12,7 @@ use orbitkv_shm_protocol::bootstrap::message::Refusal;
 use orbitkv_shm_protocol::bootstrap::peer::PeerError;
 use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::ids::SessionId;
+use orbitkv_shm_protocol::segment::DoneWords;
 use ringbuf::traits::{Consumer, Observer, Producer};
 use ringbuf::{HeapCons, HeapProd};
 use rustix::event::{PollFd, PollFlags};
@@ -46,6 +47,8 @@ struct Connection<M> {
     socket: OwnedFd,
     peer: Peer,
     dialogue: Dialogue<M>,
+    /// Those of its session.
+    done: Option<DoneWords>,
     /// What the reactor owes it. Meanwhile its socket is not read.
     question: Option<Question>,
     /// Refused whatever it says, then closed.
@@ -69,6 +72,7 @@ enum QuestionKind {
     Namespace,
     Set,
     Region { page_bytes: u64 },
+    Events { count: u32 },
     Evict,
 }
 
@@ -287,6 +291,7 @@ impl<I: Importer> Server<I> {
             socket,
             peer,
             dialogue: Dialogue::default(),
+            done: None,
             question: None,
             barred,
             deadline: Some(now.saturating_add(nanos_of(self.settings.handshake_timeout))),

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, DependencySpec, LAYOUT_SEGMENTS_MAX, MemorySpec, NAMESPACE_TEXT_MAX,
-    NamespaceSpec, Refusal, RegionSpec, SCOPE_MEMBERS_MAX,
+    ClientMessage, DependencySpec, EVENTS_PER_MESSAGE_MAX, GpuId, IpcHandle, LAYOUT_SEGMENTS_MAX,
+    MemorySpec, NAMESPACE_TEXT_MAX, NamespaceSpec, Refusal, RegionSpec, SCOPE_MEMBERS_MAX,
 };
 use orbitkv_shm_protocol::ids::{EngineId, ScopeId, SessionId};
 use orbitkv_shm_protocol::layout::{
@@ -52,6 +52,10 @@ pub(super) enum Refused {
     IsASet { scope: u32 },
     #[error("memory {memory} is not registered in this session, which has {registered}")]
     UnknownMemory { memory: u32, registered: usize },
+    #[error(
+        "segment {segment} names layer {layer}: the session has {done_words} done words an operation"
+    )]
+    Layer { segment: usize, layer: u32, done_words: u32 },
     #[error("tier {tier:?} cannot be evicted: dram")]
     Tier { tier: String },
     #[error("{what}: the limit of {limit} is reached ({field} in the configuration)")]
@@ -90,6 +94,7 @@ impl Refused {
             | Self::UnknownScope { .. }
             | Self::IsASet { .. }
             | Self::UnknownMemory { .. }
+            | Self::Layer { .. }
             | Self::Tier { .. } => Refusal::BadMessage,
             Self::Limit { .. } => Refusal::LimitReached,
             Self::TooLarge { .. } => Refusal::TooLarge,
@@ -119,6 +124,7 @@ pub(super) enum Order {
     DefineSet(Vec<ScopeId>),
     Import { spec: MemorySpec, descriptor: Option<OwnedFd> },
     LayOut { spec: RegionSpec, page_bytes: u64 },
+    ImportEvents { gpu: GpuId, handles: Vec<IpcHandle> },
     Evict { timeout: Duration },
 }
 
@@ -132,11 +138,22 @@ pub(super) struct Dialogue<M> {
     memories: Vec<Arc<M>>,
     /// Regions that exist.
     regions: u32,
+    /// Done words of each operation.
+    done_words: u32,
+    /// Events in the pool.
+    events: u32,
 }
 
 impl<M> Default for Dialogue<M> {
     fn default() -> Self {
-        Self { session: None, scopes: HashMap::new(), memories: Vec::new(), regions: 0 }
+        Self {
+            session: None,
+            scopes: HashMap::new(),
+            memories: Vec::new(),
+            regions: 0,
+            done_words: 0,
+            events: 0,
+        }
     }
 }
 
@@ -197,6 +214,15 @@ impl<M> Dialogue<M> {
                 Ok(Order::Import { spec, descriptor: descriptors.into_iter().next() })
             }
             ClientMessage::RegisterRegion(spec) => self.check_region(spec, rules),
+            ClientMessage::RegisterEvents { gpu, handles } => {
+                let count = handles.len() as u64;
+                in_range("events of a message", count, 1, EVENTS_PER_MESSAGE_MAX as u64)?;
+                let limit = rules.limits.events_per_session.into();
+                if u64::from(self.events) + count > limit {
+                    return Err(Refused::Limit { what, limit, field: "limits.events" });
+                }
+                Ok(Order::ImportEvents { gpu, handles })
+            }
             ClientMessage::Evict { tier, timeout_ms } => {
                 if !rules.is_owner {
                     return Err(Refused::NotAllowed {
@@ -282,9 +308,13 @@ impl<M> Dialogue<M> {
         in_range("pages of the region", spec.pages.into(), 1, u32::MAX.into())?;
         in_range("segments of a page", spec.segments.len() as u64, 1, LAYOUT_SEGMENTS_MAX as u64)?;
         let registered = self.memories.len();
-        for segment in &spec.segments {
+        for (number, segment) in spec.segments.iter().enumerate() {
             if segment.memory as usize >= registered {
                 return Err(Refused::UnknownMemory { memory: segment.memory, registered });
+            }
+            if segment.layer >= self.done_words {
+                let (layer, done_words) = (segment.layer, self.done_words);
+                return Err(Refused::Layer { segment: number, layer, done_words });
             }
         }
         Ok(Order::LayOut { spec, page_bytes })
@@ -298,8 +328,9 @@ impl<M> Dialogue<M> {
         }
     }
 
-    pub(super) fn attached(&mut self, session: SessionId) {
+    pub(super) fn attached(&mut self, session: SessionId, geometry: Geometry) {
         self.session = Some(session);
+        self.done_words = geometry.done_words;
     }
 
     /// A namespace (with its page bytes) or a set got its id.
@@ -321,6 +352,10 @@ impl<M> Dialogue<M> {
     pub(super) fn region_ended(&mut self) {
         self.regions = self.regions.saturating_sub(1);
     }
+
+    pub(super) fn events_added(&mut self, count: u32) {
+        self.events += count;
+    }
 }
 
 fn name_of(message: &ClientMessage) -> &'static str {
@@ -330,6 +365,7 @@ fn name_of(message: &ClientMessage) -> &'static str {
         ClientMessage::DefineSet { .. } => "define_set",
         ClientMessage::RegisterMemory(_) => "register_memory",
         ClientMessage::RegisterRegion(_) => "register_region",
+        ClientMessage::RegisterEvents { .. } => "register_events",
         ClientMessage::Evict { .. } => "evict",
     }
 }
@@ -393,6 +429,10 @@ fn check_memory(spec: &MemorySpec) -> Result<(), Refused> {
             in_range("nonce_address", *nonce_address, 1, i64::MAX as u64 - 8)?;
             in_range("address", *address, 1, i64::MAX as u64)?;
             (*bytes, i64::MAX as u64 - *address)
+        }
+        MemorySpec::Cuda { offset, bytes, .. } => {
+            in_range("offset", *offset, 0, i64::MAX as u64)?;
+            (*bytes, i64::MAX as u64 - *offset)
         }
     };
     in_range("bytes of the memory", bytes, 1, max.max(1))

@@ -1,5 +1,7 @@
 //! One attached client as the reactor sees it: rings, regions, credits.
 
+use std::sync::Arc;
+
 use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
 use orbitkv_shm_protocol::record::{
@@ -11,6 +13,7 @@ use orbitkv_shm_protocol::telemetry::SessionState;
 
 use super::{PAGES_PER_TURN, REQUESTS_PER_TURN, RegionHandle, stores_done_word};
 use crate::core::{Event, Nanos, SessionView};
+use crate::device::DeviceEvent;
 use crate::endpoint::SessionReady;
 use crate::telemetry::SessionSlot;
 use crate::telemetry::mirror::{RingsMirror, SessionMirror};
@@ -25,6 +28,7 @@ pub(super) struct Client {
     pid: u32,
     uid: u32,
     regions: Vec<Option<RegionHandle>>,
+    events: Vec<Arc<dyn DeviceEvent>>,
     /// Nothing more is taken from it.
     pub(super) closed: bool,
     pub(super) slot: Option<SessionSlot>,
@@ -36,6 +40,13 @@ pub(super) struct Client {
     moved: bool,
     /// What it was found to have done while nobody could be told.
     pub(super) violation: Option<RingViolation>,
+}
+
+/// What goes back to the endpoint.
+pub(super) struct Parts {
+    pub(super) segments: ManagerSide,
+    pub(super) regions: Vec<RegionHandle>,
+    pub(super) events: Vec<Arc<dyn DeviceEvent>>,
 }
 
 /// What the peer did.
@@ -59,6 +70,7 @@ impl Client {
             segments: ready.segments,
             doorbell_seen: None,
             regions: Vec::new(),
+            events: Vec::new(),
             closed: false,
             slot: None,
             taken: 0,
@@ -96,8 +108,17 @@ impl Client {
         self.regions.get_mut(id.0 as usize)?.take()
     }
 
-    pub(super) fn into_parts(self) -> (ManagerSide, Vec<RegionHandle>) {
-        (self.segments, self.regions.into_iter().flatten().collect())
+    pub(super) fn add_events(&mut self, events: Vec<Arc<dyn DeviceEvent>>) {
+        self.events.extend(events);
+    }
+
+    pub(super) fn event(&self, index: u32) -> Option<Arc<dyn DeviceEvent>> {
+        self.events.get(index as usize).cloned()
+    }
+
+    pub(super) fn into_parts(self) -> Parts {
+        let regions = self.regions.into_iter().flatten().collect();
+        Parts { segments: self.segments, regions, events: self.events }
     }
 
     /// Takes a bounded number of requests and hands each over. Every byte is copied once, then

@@ -267,7 +267,7 @@ impl From<CopyFault> for DeviceFault {
         match fault {
             CopyFault::Peer => Self::Peer,
             CopyFault::Device => Self::Device,
-            CopyFault::Fence => Self::Fence,
+            CopyFault::Fence | CopyFault::FenceTimeout => Self::Fence,
         }
     }
 }

@@ -316,7 +316,7 @@ fn a_restore_that_fails_half_way_leaves_its_done_word_alone() {
     let image = pattern(4, 2 * PAGE as usize);
     bench.fill(pages[0].extent, &image);
     let mut command = bench.command(Direction::Restore, &region, pages);
-    command.done = Some(DoneWord { words, operation_index: 3, word_index: 0, value: 6 });
+    command.done = Some(DoneWord { words, operation_index: 3, count: 1, value: 6 });
     let end = bench.run(command);
     assert_eq!((end.fault(), end.pages_done), (Some(CopyFault::Peer), 0));
     assert_eq!(reader.load(3, 0), 0);

@@ -106,6 +106,11 @@ pub enum ImportError {
         /// Of the nonce.
         address: u64,
     },
+    /// Memory or events of a GPU.
+    #[error(
+        "this Manager runs without CUDA: start it with --device cuda or --device auto on a machine with a driver"
+    )]
+    NoCuda,
     /// A call failed.
     #[error("{operation} for engine memory: {errno}")]
     System {

@@ -85,6 +85,7 @@ impl HostMemory {
                     ProcessMemory::probe(peer.clone(), address, bytes, nonce_address, nonce)?;
                 Ok(Self { bytes, reach: Reach::Process(memory) })
             }
+            MemorySpec::Cuda { .. } => Err(ImportError::NoCuda),
         }
     }
 

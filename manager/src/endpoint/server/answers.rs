@@ -34,8 +34,8 @@ impl<I: Importer> Server<I> {
                         self.connections[index].dialogue.region_ended();
                     }
                 }
-                EndpointReply::SessionEnded { session, segments, regions } => {
-                    drop((segments, regions));
+                EndpointReply::SessionEnded { session, segments, regions, events } => {
+                    drop((segments, regions, events));
                     self.sessions.retain(|open| *open != session);
                     // Only a session that was closed before ends; a connection left here would
                     // belong to nothing.
@@ -72,6 +72,10 @@ impl<I: Importer> Server<I> {
             (QuestionKind::Region { page_bytes }, Answer::Region { region }) => {
                 connection.dialogue.region_began();
                 ManagerMessage::Region { region: region.0, page_bytes }
+            }
+            (QuestionKind::Events { count }, Answer::Events { first }) => {
+                connection.dialogue.events_added(count);
+                ManagerMessage::Events { first }
             }
             (QuestionKind::Evict, Answer::Evicted { pages, bytes, pages_kept, spill_drained }) => {
                 ManagerMessage::Evicted { pages, bytes, pages_kept, spill_drained }

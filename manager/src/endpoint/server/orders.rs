@@ -60,7 +60,8 @@ impl<I: Importer> Server<I> {
             Order::Attach { engine, geometry } => self.attach(index, engine, geometry),
             Order::Import { spec, descriptor } => {
                 let connection = &mut self.connections[index];
-                match self.importer.import(&spec, descriptor, &connection.peer) {
+                let Some(done) = &connection.done else { return };
+                match self.importer.import(&spec, descriptor, &connection.peer, done) {
                     Ok(memory) => {
                         let memory = connection.dialogue.imported(Arc::new(memory));
                         self.send(index, &ManagerMessage::Memory { memory });
@@ -81,6 +82,18 @@ impl<I: Importer> Server<I> {
                                 pages: spec.pages,
                                 region: Arc::new(region),
                             }
+                        });
+                    }
+                    Err(error) => self.refuse(index, error.refusal, error.cause.to_string()),
+                }
+            }
+            Order::ImportEvents { gpu, handles } => {
+                let Some(session) = session else { return };
+                match self.importer.import_events(gpu, &handles, &self.connections[index].peer) {
+                    Ok(events) => {
+                        let count = events.len() as u32;
+                        self.ask(index, QuestionKind::Events { count }, |question| {
+                            EndpointEvent::RegisterEvents { question, session, events }
                         });
                     }
                     Err(error) => self.refuse(index, error.refusal, error.cause.to_string()),
@@ -125,7 +138,8 @@ impl<I: Importer> Server<I> {
         };
         self.last_session = number;
         let connection = &mut self.connections[index];
-        connection.dialogue.attached(session);
+        connection.dialogue.attached(session, geometry);
+        connection.done = Some(segments.done.clone());
         connection.deadline = None;
         let peer = connection.peer.credentials;
         let welcome = ManagerMessage::Welcome(Welcome {

@@ -19,7 +19,7 @@ fn a_client_attaches_defines_registers_and_leaves() {
     assert_eq!((welcome.epoch, welcome.manager_pid), (77, std::process::id()));
     assert_eq!(welcome.query_budget_bytes, 2 << 20);
     // The segments are what the message says.
-    let geometry = Geometry { ring_capacity: 64, page_entries: 1024, done_words: 1 };
+    let geometry = Geometry { ring_capacity: 64, page_entries: 1024, done_words: 3 };
     let expected = Expected::new(geometry, SessionId(welcome.session), Epoch(77));
     let [submission, completion] = <[OwnedFd; 2]>::try_from(descriptors).unwrap();
     segment::attach(submission, completion, expected).unwrap();
@@ -109,6 +109,17 @@ fn order_and_handles_are_checked() {
             }),
             "address is",
         ),
+        (
+            ClientMessage::RegisterMemory(MemorySpec::Cuda {
+                gpu: HexBytes([1; 16]),
+                handle: HexBytes([2; 64]),
+                offset: i64::MAX as u64,
+                bytes: 2,
+            }),
+            "bytes of the memory is 2",
+        ),
+        (events(0), "events of a message is 0: 1 to 256 is accepted"),
+        (events(257), "events of a message is 257"),
     ] {
         let (client, _) = stand.attach();
         let (refusal, text) = stand.refused(&client, &message);
@@ -186,6 +197,56 @@ fn limits_of_a_session_hold_and_ended_regions_make_room() {
     stand.endpoint.reply(EndpointReply::RegionEnded { session, region: ended }).unwrap();
     let answer = stand.ask(&client, &ClientMessage::RegisterRegion(region(1, 1)));
     assert!(matches!(answer, ManagerMessage::Region { .. }), "{answer:?}");
+}
+
+#[test]
+fn a_layer_has_a_done_word() {
+    let mut stand = Stand::start(settings());
+    let (client, welcome) = stand.attach();
+    assert_eq!(
+        stand.ask(&client, &ClientMessage::DefineNamespace(namespace("m"))),
+        ManagerMessage::Scope { scope: 1, page_bytes: 8192 }
+    );
+    let memory = ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 1 << 20 });
+    client.say_with(&memory, &[memfd().as_fd()]);
+    assert_eq!(stand.hear(&client), ManagerMessage::Memory { memory: 0 });
+    let mut spec = region(1, 0);
+    spec.segments[1].layer = welcome.done_words;
+    let (refusal, text) = stand.refused(&client, &ClientMessage::RegisterRegion(spec.clone()));
+    assert_eq!(refusal, Refusal::BadMessage);
+    let words = welcome.done_words;
+    assert!(text.contains(&format!("segment 1 names layer {words}")), "{text}");
+    assert!(text.contains(&format!("{words} done words")), "{text}");
+    spec.segments[1].layer -= 1;
+    let answer = stand.ask(&client, &ClientMessage::RegisterRegion(spec));
+    assert!(matches!(answer, ManagerMessage::Region { .. }), "{answer:?}");
+}
+
+#[test]
+fn events_fill_the_pool_of_a_session_and_end_with_it() {
+    let mut stand = Stand::start(settings());
+    let (client, _) = stand.attach();
+    let (other, _) = stand.attach();
+    for (count, first) in [(40, 0), (1, 40), (256, 41)] {
+        assert_eq!(stand.ask(&client, &events(count)), ManagerMessage::Events { first });
+    }
+    // All of a message or none.
+    let unlucky =
+        ClientMessage::RegisterEvents { gpu: HexBytes([1; 16]), handles: vec![HexBytes([13; 64])] };
+    let refused = stand.refused(&client, &unlucky);
+    assert_eq!(refused, (Refusal::UnsupportedMemory, "an unlucky event".to_owned()));
+    let (refusal, text) = stand.refused(&client, &events(4));
+    assert_eq!(refusal, Refusal::LimitReached);
+    assert!(text.contains("limit of 300") && text.contains("limits.events"), "{text}");
+    assert_eq!(stand.ask(&client, &events(3)), ManagerMessage::Events { first: 297 });
+    assert_eq!(stand.ask(&other, &events(2)), ManagerMessage::Events { first: 0 });
+    let all: Vec<_> = stand.events.iter().map(|(_, event)| Arc::downgrade(event)).collect();
+    let alive = || all.iter().filter(|event| event.strong_count() > 0).count();
+    assert_eq!(alive(), 302);
+    drop(client);
+    stand.until(|_| (alive() == 2).then_some(()));
+    drop(other);
+    stand.until(|_| (alive() == 0).then_some(()));
 }
 
 #[test]

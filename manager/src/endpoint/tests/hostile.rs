@@ -96,20 +96,30 @@ fn any_namespace() -> impl Strategy<Value = ClientMessage> {
 }
 
 fn any_memory() -> impl Strategy<Value = ClientMessage> {
-    (any::<bool>(), size(), size(), size()).prop_map(|(memfd, bytes, address, nonce_address)| {
-        ClientMessage::RegisterMemory(if memfd {
-            MemorySpec::Memfd { bytes }
-        } else {
-            MemorySpec::Process { address, bytes, nonce_address, nonce: 1 }
+    (0..3, size(), size(), size()).prop_map(|(kind, bytes, address, nonce_address)| {
+        ClientMessage::RegisterMemory(match kind {
+            0 => MemorySpec::Memfd { bytes },
+            1 => MemorySpec::Process { address, bytes, nonce_address, nonce: 1 },
+            _ => MemorySpec::Cuda {
+                gpu: HexBytes([1; 16]),
+                handle: HexBytes([2; 64]),
+                offset: address,
+                bytes,
+            },
         })
     })
 }
 
 fn any_region() -> impl Strategy<Value = ClientMessage> {
-    let segment =
-        (number(), size(), size(), size()).prop_map(|(memory, offset, stride, length)| {
-            SegmentSpec { memory, offset, stride, length, layer: 0 }
-        });
+    let segment = (number(), size(), size(), size(), number()).prop_map(
+        |(memory, offset, stride, length, layer)| SegmentSpec {
+            memory,
+            offset,
+            stride,
+            length,
+            layer,
+        },
+    );
     (number(), number(), vec(segment, 0..4)).prop_map(|(scope, pages, segments)| {
         ClientMessage::RegisterRegion(RegionSpec { scope, pages, segments })
     })
@@ -122,6 +132,7 @@ fn message() -> impl Strategy<Value = Box<ClientMessage>> {
         1 => vec(number(), 0..70).prop_map(|members| ClientMessage::DefineSet { members }),
         3 => any_memory(),
         3 => any_region(),
+        1 => (0..300_usize).prop_map(events),
         1 => (text(), size()).prop_map(|(tier, timeout_ms)| ClientMessage::Evict {
             tier: if timeout_ms.is_multiple_of(2) { "dram".to_owned() } else { tier },
             timeout_ms,
@@ -256,16 +267,17 @@ fn get_somewhere_then_break(stand: &mut Stand) {
         (ClientMessage::DefineNamespace(namespace("m")), 0),
         (ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes }), 1),
         (ClientMessage::RegisterRegion(region(before + 1, 0)), 0),
+        (events(5), 0),
     ] {
         play(stand, &client, &Move::Message(Box::new(message), descriptors));
         let answer = stand.hear(&client);
         assert!(!matches!(answer, ManagerMessage::Refused { .. }), "{answer:?}");
     }
-    assert_eq!((stand.scopes, stand.regions.len()), (before + 1, 1));
+    assert_eq!((stand.scopes, stand.regions.len(), stand.events.len()), (before + 1, 1, 5));
     play(stand, &client, &Move::Header([MESSAGE_MAGIC, ABI_VERSION, 7, 0], vec![0; 3]));
     stand.hears_the_end(&client);
     stand.until(|stand| (stand.sessions.len() == 1).then_some(()));
-    assert!(stand.regions.is_empty());
+    assert!(stand.regions.is_empty() && stand.events.is_empty());
 }
 
 #[test]

@@ -11,13 +11,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, DependencySpec, ManagerMessage, MemorySpec, NamespaceSpec, Refusal, RegionSpec,
-    SegmentSpec, Welcome,
+    ClientMessage, DependencySpec, GpuId, HexBytes, IpcHandle, ManagerMessage, MemorySpec,
+    NamespaceSpec, Refusal, RegionSpec, SegmentSpec, Welcome,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
 use orbitkv_shm_protocol::doorbell::ControlBell;
 use orbitkv_shm_protocol::ids::{Epoch, RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::layout::LAYOUT_FINGERPRINT;
+use orbitkv_shm_protocol::segment::DoneWords;
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::{
@@ -26,6 +27,7 @@ use super::{
 };
 use crate::clock::Clock;
 use crate::config::{Limits, SocketConfig};
+use crate::device::{CopyError, DeviceEvent};
 
 /// Nothing here takes this long; a test that waits for it has failed.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -48,6 +50,7 @@ fn limits() -> Limits {
         scopes_per_session: 4,
         memories_per_session: 2,
         regions_per_session: 2,
+        events_per_session: 300,
         bad_requests: 3,
     }
 }
@@ -80,6 +83,15 @@ struct FakeRegion {
     memories: Vec<u64>,
 }
 
+#[derive(Debug)]
+struct FakeEvent(IpcHandle);
+
+impl DeviceEvent for FakeEvent {
+    fn has_passed(&self) -> Result<bool, CopyError> {
+        Ok(self.0.0[0] > 0)
+    }
+}
+
 impl Importer for FakeImporter {
     type Memory = u64;
     type Region = FakeRegion;
@@ -89,13 +101,32 @@ impl Importer for FakeImporter {
         spec: &MemorySpec,
         _descriptor: Option<OwnedFd>,
         _peer: &Peer,
+        done: &DoneWords,
     ) -> Result<u64, ImportRefusal> {
-        let (MemorySpec::Memfd { bytes } | MemorySpec::Process { bytes, .. }) = spec;
+        assert!(done.region().1 > 0, "no done words");
+        let (MemorySpec::Memfd { bytes }
+        | MemorySpec::Process { bytes, .. }
+        | MemorySpec::Cuda { bytes, .. }) = spec;
         if bytes.is_multiple_of(13) {
             let refusal = Refusal::UnsupportedMemory;
             return Err(ImportRefusal { refusal, cause: "an unlucky size".into() });
         }
         Ok(*bytes)
+    }
+
+    /// Those whose handle begins with 13 are refused.
+    fn import_events(
+        &mut self,
+        _gpu: GpuId,
+        handles: &[IpcHandle],
+        _peer: &Peer,
+    ) -> Result<Vec<Arc<dyn DeviceEvent>>, ImportRefusal> {
+        if handles.iter().any(|handle| handle.0[0] == 13) {
+            let refusal = Refusal::UnsupportedMemory;
+            return Err(ImportRefusal { refusal, cause: "an unlucky event".into() });
+        }
+        let event = |handle: &IpcHandle| Arc::new(FakeEvent(*handle)) as Arc<dyn DeviceEvent>;
+        Ok(handles.iter().map(event).collect())
     }
 
     fn lay_out(
@@ -126,6 +157,7 @@ struct Stand {
     /// Sessions that are open or draining here, with the cause once closed.
     sessions: Vec<(SessionId, Box<super::SessionReady>, Option<CloseCause>)>,
     regions: Vec<(SessionId, Arc<FakeRegion>)>,
+    events: Vec<(SessionId, Arc<dyn DeviceEvent>)>,
     scopes: u32,
     stopped: bool,
     /// Whether closed sessions end at once, as with nothing in flight.
@@ -157,6 +189,7 @@ impl Stand {
             _folder: folder,
             sessions: Vec::new(),
             regions: Vec::new(),
+            events: Vec::new(),
             scopes: 0,
             stopped: false,
             drains_at_once: true,
@@ -197,6 +230,13 @@ impl Stand {
                     self.regions.push((session, region));
                     let region = RegionId(self.regions.len() as u32);
                     self.answer(question, Answer::Region { region });
+                }
+                EndpointEvent::RegisterEvents { question, session, events } => {
+                    self.assert_open(session);
+                    let of_session = self.events.iter().filter(|(owner, _)| *owner == session);
+                    let first = of_session.count() as u32;
+                    self.events.extend(events.into_iter().map(|event| (session, event)));
+                    self.answer(question, Answer::Events { first });
                 }
                 EndpointEvent::Evict { question, timeout } => {
                     assert!(timeout <= super::EVICT_TIMEOUT_MAX);
@@ -242,11 +282,14 @@ impl Stand {
             .into_iter()
             .partition(|(owner, _): &(SessionId, Arc<FakeRegion>)| *owner == session);
         self.regions = others;
+        let of_session = |(owner, _): &mut (SessionId, _)| *owner == session;
+        let events = self.events.extract_if(.., of_session).map(|(_, event)| event).collect();
         self.endpoint
             .reply(EndpointReply::SessionEnded {
                 session,
                 segments: Box::new(ready.segments),
                 regions: Vec::into_iter(ours).map(|(_, region)| region).collect(),
+                events,
             })
             .unwrap();
     }
@@ -354,6 +397,13 @@ impl Client {
     }
 }
 
+fn events(count: usize) -> ClientMessage {
+    ClientMessage::RegisterEvents {
+        gpu: HexBytes([1; 16]),
+        handles: vec![HexBytes([1; 64]); count],
+    }
+}
+
 fn connect(path: &Path) -> Result<OwnedFd, rustix::io::Errno> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -371,7 +421,7 @@ fn hello() -> ClientMessage {
         engine_id: "00112233445566778899aabbccddeeff".to_owned(),
         ring_capacity: 64,
         page_entries: 1024,
-        done_words: 1,
+        done_words: 3,
     }
 }
 
