@@ -14,7 +14,8 @@
 //! # -> Result<(), Box<dyn std::error::Error>> {
 //! let gpu = Gpu::current()?;
 //! let mut events = EventPool::new(&gpu, 256)?;
-//! // … register its handles, and from then on, for each save:
+//! events.register(client)?;
+//! // … from then on, for each save:
 //! let event = events.take().ok_or("every event belongs to an operation that has not ended")?;
 //! // SAFETY: the engine's stream, on which the pages were written.
 //! unsafe { events.record(event, stream)? };

@@ -1,7 +1,9 @@
 //! Why the driver did not do what it was asked.
 
-use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::sys::{CUdeviceptr, CUresult};
 use orbitkv_shm_protocol::bootstrap::message::GpuId;
+
+use super::driver;
 
 /// Why something of the GPU is not there. Nothing changed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -90,4 +92,15 @@ pub enum CudaError {
         /// The layer.
         layer: u32,
     },
+}
+
+impl CudaError {
+    /// What the driver answered to `action`, and what to do when that is no success. The driver
+    /// must have been started, as every [`Gpu`](super::Gpu) has.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn check(result: CUresult, action: &'static str, advice: &'static str) -> Result<(), Self> {
+        driver::check(result, action, advice)
+    }
 }

@@ -11,6 +11,8 @@ use orbitkv_shm_protocol::bootstrap::message::{
 use super::driver::{self, ADVICE_GENERAL};
 use super::error::CudaError;
 use super::gpu::Gpu;
+use crate::client::Client;
+use crate::error::RegisterError;
 
 /// Events that other processes can open, each for one operation at a time.
 ///
@@ -35,7 +37,7 @@ pub struct EventPool {
 unsafe impl Send for EventPool {}
 
 impl EventPool {
-    /// `count` events on `gpu`, all free, the first with index 0 in the session's pool.
+    /// `count` events on `gpu`, all free. [`register`](Self::register) them before the first is taken.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
@@ -76,21 +78,25 @@ impl EventPool {
         self.gpu.id()
     }
 
-    /// The handles in order, as many at a time as one message carries.
-    pub fn handles(&self) -> impl Iterator<Item = &[IpcHandle]> {
-        self.handles.chunks(EVENTS_PER_MESSAGE_MAX)
-    }
-
-    /// Says which index the first event got in the session's pool: 0 unless the session had
-    /// registered others before. No index may be taken.
+    /// Appends the events to the pool of a client's session, from where on the indices are those of
+    /// the session. No index may be taken.
+    ///
+    /// # Errors
+    /// See [`RegisterError`]; after one the session may have some of the events.
     ///
     /// # Panics
     /// While an index is taken.
-    pub fn registered_at(&mut self, first: u32) {
+    pub fn register(&mut self, client: &mut Client) -> Result<(), RegisterError> {
         assert_eq!(self.free.len(), self.events.len(), "an index is taken");
-        self.first = first;
+        let mut first = None;
+        for handles in self.handles.chunks(EVENTS_PER_MESSAGE_MAX) {
+            let next = client.register_events(self.gpu.id(), handles)?;
+            first.get_or_insert(next);
+        }
+        self.first = first.unwrap_or(0);
         let count = self.events.len() as u32;
-        self.free = (first..first + count).rev().collect();
+        self.free = (self.first..self.first + count).rev().collect();
+        Ok(())
     }
 
     /// An event that belongs to no operation; `None` while all do.
