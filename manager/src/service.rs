@@ -412,7 +412,8 @@ impl Service {
                 self.answer_scope(question, defined);
             }
             EndpointEvent::RegisterRegion { question, session, scope, pages, region } => {
-                let answer = match self.core.register_region(session, scope, pages) {
+                let fenced = region.needs_fence();
+                let answer = match self.core.register_region(session, scope, pages, fenced) {
                     Ok(id) => {
                         if let Some(client) = self.client_mut(session) {
                             client.set_region(id, region);
@@ -658,9 +659,9 @@ impl Service {
                 let Some(client) = self.client_mut(session) else { return };
                 client.complete(&completion, &tables.results[results], results_start);
             }
-            Effect::Copy { ticket, direction, session, region, pages, fence, done } => {
+            Effect::Copy { ticket, direction, session, region, pages, fence, done, by_layer } => {
                 let pages = &tables.copies[pages];
-                let order = CopyOrder { ticket, direction, session, region, fence, done };
+                let order = CopyOrder { ticket, direction, session, region, fence, done, by_layer };
                 if !self.copy(order, pages) {
                     // `core` waits for the end of whatever it orders.
                     tracing::error!(session = session.0, "bug: a copy for a region that is gone");
@@ -671,6 +672,11 @@ impl Service {
                         checksums: &[],
                     };
                     self.core.handle(published_ns, copied, &mut self.effects);
+                }
+            }
+            Effect::GiveUpFence { session, index } => {
+                if let Some(client) = self.client_mut(session) {
+                    client.give_up_fence(index);
                 }
             }
             Effect::RestoreFailed { session, operation } => {
@@ -697,7 +703,7 @@ impl Service {
 
     /// Hands a copy to the device. False when its session or region is gone.
     fn copy(&mut self, order: CopyOrder, pages: &[CopyPage]) -> bool {
-        let CopyOrder { ticket, direction, session, region, fence, done } = order;
+        let CopyOrder { ticket, direction, session, region, fence, done, by_layer } = order;
         let Some(at) = self.position(session) else { return false };
         let client = &self.clients[at];
         let Some(region) = client.region(region) else { return false };
@@ -708,13 +714,13 @@ impl Service {
         let done = done.map(|operation: OperationId| DoneWord {
             words: client.segments.done.clone(),
             operation_index: operation.index,
-            count: 1,
+            count: if by_layer { region.layout().layers() } else { 1 },
             value: operation.done_word(),
         });
         let fence = match fence {
             None => None,
             Some(FenceWait { index, until }) => {
-                let Some(event) = client.event(index) else { return false };
+                let Some(event) = client.fence(index) else { return false };
                 let left = Duration::from_nanos(until.saturating_sub(self.clock.now()));
                 Some(Fence { event, index, until: Instant::now() + left })
             }
@@ -886,6 +892,7 @@ struct CopyOrder {
     region: RegionId,
     fence: Option<FenceWait>,
     done: Option<OperationId>,
+    by_layer: bool,
 }
 
 fn refused(refusal: &CoreRefusal) -> Answer {

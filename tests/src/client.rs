@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use orbitkv_manager::core::{NamespaceFingerprint, PeerFault, namespace_fingerprint};
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
-use orbitkv_shm_protocol::ids::{EngineId, OperationId, PageHash, SessionId};
+use orbitkv_shm_protocol::ids::{EngineId, OperationId, PageHash, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{
-    Code, Completion, PageEntry, PageOutcome, PageResult, Request, RequestKind, Status,
+    Code, Completion, PageEntry, PageOutcome, PageResult, Request, RequestBody, RequestKind, Status,
 };
 
 use crate::content::{Key, POISON, Word, units};
@@ -64,6 +64,17 @@ impl Region {
         let page = vec![POISON; units(member.image_bytes)];
         Self { member, pages: vec![page; pages as usize], free: (0..pages).rev().collect() }
     }
+}
+
+/// An event of an engine.
+#[derive(Clone, Debug, Default)]
+pub struct Signal {
+    /// What was recorded before it is done.
+    pub passed: bool,
+    /// Nobody waits for it any more.
+    pub given_up: bool,
+    /// Device pages that the engine has yet to write: what it recorded before the event.
+    pub writes: Vec<(RegionId, u32, Vec<Word>)>,
 }
 
 /// An operation that was asked for.
@@ -124,6 +135,8 @@ pub struct Client {
     pub scopes: Vec<Vec<Member>>,
     /// Regions, `None` once they have ended.
     pub regions: Vec<Option<Region>>,
+    /// Its pool of events.
+    pub events: Vec<Signal>,
     /// Operations under way by index.
     pub in_flight: BTreeMap<u32, Submitted>,
     /// Operations that ended and were not looked at.
@@ -151,6 +164,7 @@ impl Client {
             page_entries,
             scopes: Vec::new(),
             regions: Vec::new(),
+            events: Vec::new(),
             in_flight: BTreeMap::new(),
             ended: Vec::new(),
             wrong: Vec::new(),
@@ -170,9 +184,33 @@ impl Client {
         Some(OperationId { index, generation: *generation })
     }
 
+    /// An event passes: the engine has written what it was to write before.
+    pub fn pass(&mut self, event: u32) {
+        let event = &mut self.events[event as usize];
+        event.passed = true;
+        for (region, page, words) in event.writes.drain(..) {
+            if let Some(region) = self.regions[region.0 as usize].as_mut() {
+                region.pages[page as usize] = words;
+            }
+        }
+    }
+
+    /// The fences of operations under way.
+    pub fn fences(&self) -> impl Iterator<Item = u32> {
+        self.in_flight.values().filter_map(|submitted| fence_of(&submitted.request))
+    }
+
     /// Page table entries that belong to one operation index.
     pub fn range_span(&self) -> u32 {
         self.page_entries / self.credits
+    }
+}
+
+/// The fence of a request.
+pub fn fence_of(request: &Request) -> Option<u32> {
+    match request.body {
+        RequestBody::Save { fence, .. } | RequestBody::Restore { fence, .. } => fence,
+        _ => None,
     }
 }
 

@@ -3,8 +3,8 @@
 //! Fault model. Copies, reads and writes end in any order and as late as chance has it. A copy can
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
 //! an errno, come short, or find the tier off; an image on disk can rot. A device can answer nothing
-//! for a while, or refuse every write and be tried with single ones meanwhile. Engines cancel at any
-//! moment, are killed at any moment, forget to release, name leases of others, send records that no
+//! for a while, or refuse every write and be tried with single ones meanwhile. An event that a copy
+//! waits for passes late or never. Engines cancel at any moment, are killed at any moment, forget to release, name leases of others, send records that no
 //! correct client sends. The Manager is killed at any moment and starts again over what reached the
 //! disk, or serves before it knows what did. Time jumps past deadlines and leases.
 //!
@@ -25,6 +25,8 @@ use crate::content::VERSIONS;
 use crate::world::{Fate, Work, World, child, device, pages, pages_after, spec};
 
 const SESSIONS_MAX: usize = 6;
+/// Events of a session.
+const EVENTS: usize = 12;
 /// Operations that a simulated engine has outstanding at most; the rest of its credits is for
 /// cancels, releases and drains.
 const OUTSTANDING_MAX: usize = 40;
@@ -287,7 +289,9 @@ impl Simulation {
             956..958 => self.world.pump(),
             958..960 => self.silence(),
             960..967 => self.tend_devices(),
-            967..985 => {
+            // Some events never come.
+            967..975 => self.pass_some(),
+            975..985 => {
                 let ticks = self.rng.u64(..3 * MILLISECOND);
                 self.world.advance(ticks);
             }
@@ -313,6 +317,10 @@ impl Simulation {
     fn answers(&self, work: &Work) -> bool {
         match work {
             Work::Read { slot, .. } | Work::Write { slot, .. } => self.silent != Some(slot.device),
+            Work::Copy { session, fence: Some(fence), .. } => {
+                let event = &self.world.client(*session).events[fence.index as usize];
+                event.passed || event.given_up || fence.until <= self.world.now
+            }
             _ => true,
         }
     }
@@ -366,6 +374,7 @@ impl Simulation {
             let set = hybrid.map(|at| scopes[at]);
             scopes.push(self.world.set(id, &set));
         }
+        self.world.events(id, EVENTS);
         self.sessions.push(Attached { id, engine, scopes, regions });
         self.sessions.len() - 1
     }
@@ -374,6 +383,26 @@ impl Simulation {
         if let Some(at) = self.some_session() {
             let session = self.sessions.swap_remove(at);
             self.world.close(session.id);
+        }
+    }
+
+    /// An event that no operation has.
+    fn some_event(&mut self, id: SessionId) -> Option<u32> {
+        let taken: Vec<_> = self.world.client(id).fences().collect();
+        let free: Vec<_> = (0..EVENTS as u32).filter(|event| !taken.contains(event)).collect();
+        self.rng.choice(&free).copied()
+    }
+
+    fn pass_some(&mut self) {
+        let fences = self.world.work.iter().filter_map(|work| match work {
+            Work::Copy { session, fence: Some(fence), .. } => Some((*session, fence.index)),
+            _ => None,
+        });
+        let fences: Vec<_> = fences.collect();
+        for (session, event) in fences {
+            if self.rng.u8(..3) > 0 {
+                self.world.pass(session, event);
+            }
         }
     }
 
@@ -435,7 +464,8 @@ impl Simulation {
             let Attached { id, regions, .. } = &self.sessions[at];
             let (id, region) = (*id, regions[namespace]);
             if self.world.free_device_pages(id, region) >= entries.len() {
-                self.world.save_by(id, region, &entries, deadline);
+                let fence = if self.rng.u8(..4) == 0 { self.some_event(id) } else { None };
+                self.world.save_after(id, region, &entries, deadline, fence);
             }
         }
     }
@@ -524,7 +554,10 @@ impl Simulation {
             used.extend(positions.clone().map(|position| (part, position)));
         }
         let entries = pages(&held.hashes[positions.clone()]);
-        let operation = self.world.restore(id, region, lease, first as u32, &entries, keep);
+        let fence = if self.rng.u8(..6) == 0 { self.some_event(id) } else { None };
+        let by_layer = self.rng.u8(..3) == 0;
+        let pages = (first as u32, &entries[..]);
+        let operation = self.world.restore_after(id, region, lease, pages, keep, (fence, by_layer));
         let refused = [Code::UnknownLease, Code::ExpiredLease, Code::BadRequest];
         if let Some(ended) = self.world.take_ended(id, operation) {
             let code = ended.completion.code;

@@ -10,8 +10,8 @@ mod work;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use orbitkv_manager::core::{
-    CopyFault, CopyPage, Core, CoreConfig, Direction, Effects, Event, Extent, ImageIdentity,
-    IoFault, NamespaceFingerprint, Nanos, Recovered, RegionGeometry, Slot, Ticket,
+    CopyFault, CopyPage, Core, CoreConfig, Direction, Effects, Event, Extent, FenceWait,
+    ImageIdentity, IoFault, NamespaceFingerprint, Nanos, Recovered, RegionGeometry, Slot, Ticket,
 };
 use orbitkv_shm_protocol::bootstrap::message::NamespaceSpec;
 use orbitkv_shm_protocol::ids::{
@@ -19,7 +19,7 @@ use orbitkv_shm_protocol::ids::{
 };
 use orbitkv_shm_protocol::record::{PageEntry, PageRange, QueryMode, Request, RequestBody};
 
-use crate::client::{Client, Ended, Member, Region, Submitted};
+use crate::client::{Client, Ended, Member, Region, Signal, Submitted};
 use crate::content::{Key, POISON, checksum, fold, image, is_image};
 use crate::disk::{Disk, Found};
 use crate::memory::Memory;
@@ -38,7 +38,9 @@ pub enum Work {
         session: SessionId,
         region: RegionId,
         pages: Vec<CopyPage>,
+        fence: Option<FenceWait>,
         done: Option<OperationId>,
+        by_layer: bool,
     },
     Read {
         ticket: Ticket,
@@ -280,12 +282,42 @@ impl World {
 
     /// A session registers a region.
     pub fn region(&mut self, session: SessionId, scope: ScopeId, pages: u32) -> RegionId {
-        let region = self.core.register_region(session, scope, pages).expect("a good region");
+        self.region_of(session, scope, pages, false)
+    }
+
+    /// A session registers a region whose saves need a fence.
+    pub fn fenced_region(&mut self, session: SessionId, scope: ScopeId, pages: u32) -> RegionId {
+        self.region_of(session, scope, pages, true)
+    }
+
+    fn region_of(
+        &mut self,
+        session: SessionId,
+        scope: ScopeId,
+        pages: u32,
+        fenced: bool,
+    ) -> RegionId {
+        let region = self.core.register_region(session, scope, pages, fenced);
+        let region = region.expect("a good region");
         let client = self.client_mut(session);
         let member = client.scopes[scope.0 as usize][0];
         assert_eq!(region.0 as usize, client.regions.len());
         client.regions.push(Some(Region::new(member, pages)));
         region
+    }
+
+    /// A session registers events. Returns the index of the first.
+    pub fn events(&mut self, session: SessionId, count: usize) -> u32 {
+        let first = self.core.register_events(session, count).expect("room for events");
+        let client = self.client_mut(session);
+        assert_eq!(first as usize, client.events.len());
+        client.events.resize_with(first as usize + count, Signal::default);
+        first
+    }
+
+    /// An event passes.
+    pub fn pass(&mut self, session: SessionId, event: u32) {
+        self.client_mut(session).pass(event);
     }
 
     /// The client is killed. What its device pages held is somebody else's now.
@@ -368,16 +400,36 @@ impl World {
         entries: &[PageEntry],
         deadline_ms: u32,
     ) -> OperationId {
+        self.save_after(session, region, entries, deadline_ms, None)
+    }
+
+    /// [`save_by`](Self::save_by); what the engine has yet to compute is there when the event `fence`
+    /// passes.
+    pub fn save_after(
+        &mut self,
+        session: SessionId,
+        region: RegionId,
+        entries: &[PageEntry],
+        deadline_ms: u32,
+        fence: Option<u32>,
+    ) -> OperationId {
         let version = self.version;
         let entries = self.with_device_pages(session, region, entries);
-        let found = self.client_mut(session).regions[region.0 as usize].as_mut();
-        let found = found.expect("a region");
+        let client = self.client_mut(session);
+        let found = client.regions[region.0 as usize].as_mut().expect("a region");
+        let mut writes = Vec::new();
         for entry in entries.iter().filter(|entry| !entry.is_anchor()) {
             let key = found.member.key(PageHash(entry.hash));
-            found.pages[entry.device_page as usize] =
-                image(&key, version, found.member.image_bytes);
+            let words = image(&key, version, found.member.image_bytes);
+            match fence {
+                Some(_) => writes.push((region, entry.device_page, words)),
+                None => found.pages[entry.device_page as usize] = words,
+            }
         }
-        self.request(session, RequestBody::Save { region, fence: None }, &entries, deadline_ms)
+        if let Some(fence) = fence {
+            client.events[fence as usize] = Signal { writes, ..Signal::default() };
+        }
+        self.request(session, RequestBody::Save { region, fence }, &entries, deadline_ms)
     }
 
     /// Looks a prefix up.
@@ -401,14 +453,29 @@ impl World {
         entries: &[PageEntry],
         keep: bool,
     ) -> OperationId {
+        self.restore_after(session, region, lease, (offset, entries), keep, (None, false))
+    }
+
+    /// [`restore`](Self::restore) when an event has passed, or layer by layer.
+    pub fn restore_after(
+        &mut self,
+        session: SessionId,
+        region: RegionId,
+        lease: LeaseId,
+        (offset, entries): (u32, &[PageEntry]),
+        keep: bool,
+        (fence, by_layer): (Option<u32>, bool),
+    ) -> OperationId {
+        if let Some(fence) = fence {
+            self.client_mut(session).events[fence as usize] = Signal::default();
+        }
         let entries = self.with_device_pages(session, region, entries);
         let found = self.client_mut(session).regions[region.0 as usize].as_mut();
         let found = found.expect("a region");
         for entry in &entries {
             found.pages[entry.device_page as usize].fill(POISON);
         }
-        let body =
-            RequestBody::Restore { region, lease, offset, fence: None, keep, by_layer: false };
+        let body = RequestBody::Restore { region, lease, offset, fence, keep, by_layer };
         self.request(session, body, &entries, 0)
     }
 

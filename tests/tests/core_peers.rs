@@ -138,12 +138,17 @@ fn some_number(rng: &mut Rng) -> u32 {
     }
 }
 
+/// One of three events, or none that there is.
+fn some_fence(rng: &mut Rng) -> Option<u32> {
+    (rng.u8(..3) == 0).then(|| rng.u32(..5))
+}
+
 fn some_request(rng: &mut Rng) -> (Request, Vec<PageEntry>) {
     let region = RegionId(some_number(rng));
     let scope = ScopeId(some_number(rng));
     let lease = LeaseId(u64::from(rng.u32(..4)) << 20 | u64::from(some_number(rng)));
     let body = match rng.u8(..12) {
-        0 | 1 => RequestBody::Save { region, fence: (rng.u8(..9) == 0).then_some(1) },
+        0 | 1 => RequestBody::Save { region, fence: some_fence(rng) },
         2..5 => RequestBody::Query {
             scope,
             mode: *rng
@@ -154,9 +159,9 @@ fn some_request(rng: &mut Rng) -> (Request, Vec<PageEntry>) {
             region,
             lease,
             offset: some_number(rng),
-            fence: None,
+            fence: some_fence(rng),
             keep: rng.bool(),
-            by_layer: rng.u8(..9) == 0,
+            by_layer: rng.u8(..3) == 0,
         },
         7 => RequestBody::Release { lease },
         8 => RequestBody::Cancel {
@@ -211,8 +216,9 @@ fn random_requests_neither_panic_nor_leak() {
         for model in ["a", "b"] {
             let spec = orbitkv_tests::world::spec(model, 4096);
             let (scope, _) = core.define_namespace(session, &spec).expect("a good namespace");
-            core.register_region(session, scope, 4).expect("a good region");
+            core.register_region(session, scope, 4, false).expect("a good region");
         }
+        core.register_events(session, 3).expect("room for events");
         let mut tickets = Vec::new();
         for _ in 0..400 {
             now += rng.u64(..100_000);

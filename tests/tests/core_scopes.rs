@@ -151,8 +151,8 @@ fn sets_are_checked_when_they_are_named() {
     for wrong in [&[][..], &[one, one], &[set], &[one, set], &[ScopeId(99)], &[one; 65]] {
         assert!(core.define_set(session, wrong).is_err(), "{wrong:?}");
     }
-    assert!(core.register_region(session, set, 4).is_err());
-    assert!(core.register_region(session, one, 0).is_err());
+    assert!(core.register_region(session, set, 4, false).is_err());
+    assert!(core.register_region(session, one, 0, false).is_err());
     assert!(core.define_set(SessionId(99), &[one]).is_err());
     world.close(session);
     assert!(world.core.define_namespace(session, &spec("three", PAGE)).is_err());

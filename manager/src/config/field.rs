@@ -384,7 +384,7 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Count,
         range: "1 to 4096 a session",
         default: "256",
-        cost: "regions that a session may have at a time; 32 bytes a segment of its layout",
+        cost: "regions that a session may have at a time; 80 bytes a segment of its layout",
     },
     Field {
         key: Key::LimitEvents,

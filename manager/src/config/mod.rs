@@ -289,6 +289,10 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("namespaces_max (an epoch)", limits::NAMESPACES_MAX as u64),
     ("copy_quantum (bytes, at least one page)", limits::COPY_QUANTUM_BYTES),
     ("copies_in_flight (commands a direction)", limits::COPIES_IN_FLIGHT_MAX as u64),
+    (
+        "long_copies_in_flight (commands of a session a direction, beside the others)",
+        limits::LONG_COPIES_PER_SESSION_MAX as u64,
+    ),
     ("pages_dropped (a turn, for forget and evict)", limits::PAGES_DROPPED_PER_TURN as u64),
     ("ssd_reads_in_flight (commands a device)", limits::READS_IN_FLIGHT_MAX as u64),
     ("ssd_reads_in_flight (bytes a device, at least one page)", limits::READS_IN_FLIGHT_BYTES),

@@ -77,6 +77,12 @@ impl Core {
     fn stop_job(&mut self, now: Nanos, reference: JobRef, code: Code, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
         let deadline = code == Code::Deadline;
+        if let Some(index) = job.fence_ahead()
+            && job.copies > 0
+        {
+            // Its engine may have died before it got to the event.
+            out.list.push(Effect::GiveUpFence { session: job.session, index });
+        }
         match job.stage {
             Stage::Idle | Stage::Forget { .. } | Stage::Unregister { .. } => {}
             Stage::Wait { .. } => {

@@ -111,6 +111,15 @@ pub enum Effect {
         fence: Option<FenceWait>,
         /// Store this operation's done word after the last byte of this command.
         done: Option<OperationId>,
+        /// Copy layer by layer, and store one done word a layer.
+        by_layer: bool,
+    },
+    /// The operation whose copy waits for a fence has been stopped: the copy is to end without it.
+    GiveUpFence {
+        /// Whose.
+        session: SessionId,
+        /// Index of the event in the session's pool.
+        index: u32,
     },
     /// Read a page image into DRAM and verify it. Ends with [`super::Event::ReadEnded`].
     Read {

@@ -12,9 +12,9 @@ use super::effect::{CopyPage, Direction, Effect, Effects, FenceWait, ImageIdenti
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
 use super::in_flight::{Devices, InFlight, Urgency};
 use super::index::{Page, PageId};
-use super::job::{Entry, EntryState, Job, JobRef, Stage};
+use super::job::{Entry, EntryState, Fence, Job, JobRef, Stage};
 use super::life::EvictionCursor;
-use super::limits::COPIES_IN_FLIGHT_MAX;
+use super::limits::{COPIES_IN_FLIGHT_MAX, LONG_COPIES_PER_SESSION_MAX};
 use super::query::charge;
 use super::stats::SpillOutcome;
 use super::{Core, CoreConfig};
@@ -27,7 +27,7 @@ const NIL: u32 = u32::MAX;
 #[derive(Debug)]
 pub(super) enum Work {
     Free,
-    Copy { job: JobRef, session: SessionId, direction: Direction, first: u32, len: u32 },
+    Copy { job: JobRef, session: SessionId, direction: Direction, first: u32, len: u32, long: bool },
     Read { page: PageId, device: u16, bytes: u64 },
     Write { page: PageId, slot: Slot, image: ImageIdentity, bytes: u64 },
     Forget { job: Option<JobRef> },
@@ -55,7 +55,9 @@ pub(super) struct Flow {
     pub(super) starved: VecDeque<JobRef>,
     /// Memory was freed or let go of since they last tried.
     pub(super) memory_moved: bool,
+    /// Without the long ones, which their sessions count.
     copies_in_flight: [u32; 2],
+    long_copies_in_flight: u32,
     pub(super) ssd: Devices,
 }
 
@@ -71,6 +73,7 @@ impl Flow {
             starved: VecDeque::new(),
             memory_moved: false,
             copies_in_flight: [0; 2],
+            long_copies_in_flight: 0,
             ssd: Devices::new(config),
         }
     }
@@ -98,7 +101,7 @@ impl Flow {
     }
 
     pub(super) fn copies_in_flight(&self) -> u32 {
-        self.copies_in_flight.iter().sum()
+        self.copies_in_flight.iter().sum::<u32>() + self.long_copies_in_flight
     }
 
     /// Everything that was ordered and has not ended.
@@ -117,11 +120,13 @@ impl Flow {
     pub(super) fn check_counts(&self, counted: impl Fn(u16) -> InFlight) {
         self.ssd.check(counted);
         for direction in [Direction::Save, Direction::Restore] {
-            let of =
-                |work: &&Work| matches!(work, Work::Copy { direction: d, .. } if *d == direction);
+            let of = |work: &&Work| matches!(work, Work::Copy { direction: d, long: false, .. } if *d == direction);
             let counted = self.under_way().filter(of).count();
             assert_eq!(self.copies_in_flight[direction as usize] as usize, counted, "copies");
         }
+        let long = |work: &&Work| matches!(work, Work::Copy { long: true, .. });
+        let counted = self.under_way().filter(long).count();
+        assert_eq!(self.long_copies_in_flight as usize, counted, "long copies");
     }
 
     /// Panics unless the marks of a job say in which queues it stands. For tests.
@@ -148,6 +153,33 @@ impl Core {
         match job.stage {
             Stage::Save { .. } => self.flow.saves.push_back(reference),
             _ => self.flow.restores.push_back(reference),
+        }
+    }
+
+    /// Keeps an event for the first copy of a job.
+    pub(super) fn take_fence(&mut self, reference: JobRef, index: Option<u32>) {
+        let (Some(index), Some(job)) = (index, self.jobs.get_mut(reference)) else { return };
+        job.fence = Some(Fence { index, passed: false });
+        if let Some(session) = self.sessions.get_mut(job.session) {
+            session.events[index as usize] = true;
+        }
+    }
+
+    /// Puts operations that waited for a long copy of their session to end back into their queues,
+    /// as many as may have one now.
+    pub(super) fn wake_held(&mut self, id: SessionId) {
+        for direction in [Direction::Save, Direction::Restore] {
+            let at = direction as usize;
+            let Some(session) = self.sessions.get_mut(id) else { return };
+            let room = LONG_COPIES_PER_SESSION_MAX - session.long_copies[at];
+            for _ in 0..room {
+                let held = self.sessions.get_mut(id).and_then(|s| s.held[at].pop_front());
+                let Some(reference) = held else { break };
+                if let Some(job) = self.jobs.get_mut(reference) {
+                    job.held = false;
+                }
+                self.queue_copy(reference);
+            }
         }
     }
 
@@ -198,13 +230,30 @@ impl Core {
         out: &mut Effects,
     ) -> bool {
         let Some(job) = self.jobs.get_mut(reference) else { return false };
-        let (region, fence, next_issue) = match &mut job.stage {
-            Stage::Save { region, fence, next_issue, .. }
-            | Stage::Restore { region, fence, next_issue, .. } => (*region, *fence, next_issue),
+        let fence = job.fence_ahead().map(|index| FenceWait { index, until: job.deadline });
+        let (region, by_layer, whole, next_issue) = match &mut job.stage {
+            Stage::Save { region, next_issue, .. } => (*region, false, false, next_issue),
+            // What is all there goes out as one: layers cannot be in order otherwise.
+            Stage::Restore { region, next_issue, by_layer, streaming, .. } => {
+                (*region, *by_layer, *by_layer && !*streaming, next_issue)
+            }
             _ => return false,
         };
-        let fence = fence.map(|index| FenceWait { index, until: job.deadline });
+        if fence.is_some() && job.copies > 0 {
+            return false;
+        }
         let session = job.session;
+        let long = fence.is_some() || whole;
+        if let Some(found) = self.sessions.get_mut(session)
+            && long
+            && found.long_copies[direction as usize] >= LONG_COPIES_PER_SESSION_MAX
+        {
+            if !job.held {
+                job.held = true;
+                found.held[direction as usize].push_back(reference);
+            }
+            return false;
+        }
         let pages_start = out.copies.len();
         let total = job.entries.len() as u32;
         let (mut bytes, mut at) = (0_u64, *next_issue);
@@ -227,7 +276,7 @@ impl Core {
             };
             let Some(extent) = extent else { break };
             let len = u64::from(extent.bytes);
-            if first.is_some() && bytes + len > self.config.copy_quantum_bytes {
+            if first.is_some() && !whole && bytes + len > self.config.copy_quantum_bytes {
                 break;
             }
             bytes += len;
@@ -259,18 +308,46 @@ impl Core {
             job.prepared_ns = now;
         }
         let refused = |entry: &Entry| entry.outcome == PageOutcome::Refused;
-        let whole = direction == Direction::Restore && last && !job.entries.iter().any(refused);
-        let done = whole.then_some(job.operation);
+        let completes = direction == Direction::Restore && last && !job.entries.iter().any(refused);
+        let done = completes.then_some(job.operation);
         let len = at - first;
-        let work = Work::Copy { job: reference, session, direction, first, len };
+        let work = Work::Copy { job: reference, session, direction, first, len, long };
         let ticket = self.flow.start(work);
-        self.flow.copies_in_flight[direction as usize] += 1;
+        self.count_copy(session, direction, long);
+        let pages = pages_start..out.copies.len();
+        out.list.push(Effect::Copy {
+            ticket,
+            direction,
+            session,
+            region,
+            pages,
+            fence,
+            done,
+            by_layer,
+        });
+        !last
+    }
+
+    fn count_copy(&mut self, session: SessionId, direction: Direction, long: bool) {
+        match long {
+            true => self.flow.long_copies_in_flight += 1,
+            false => self.flow.copies_in_flight[direction as usize] += 1,
+        }
         if let Some(session) = self.sessions.get_mut(session) {
             session.copies += 1;
+            session.long_copies[direction as usize] += u32::from(long);
         }
-        let pages = pages_start..out.copies.len();
-        out.list.push(Effect::Copy { ticket, direction, session, region, pages, fence, done });
-        !last
+    }
+
+    fn count_copy_end(&mut self, session: SessionId, direction: Direction, long: bool) {
+        match long {
+            true => self.flow.long_copies_in_flight -= 1,
+            false => self.flow.copies_in_flight[direction as usize] -= 1,
+        }
+        if let Some(session) = self.sessions.get_mut(session) {
+            session.copies -= 1;
+            session.long_copies[direction as usize] -= u32::from(long);
+        }
     }
 
     pub(super) fn copied(
@@ -282,21 +359,27 @@ impl Core {
         checksums: &[u64],
         out: &mut Effects,
     ) {
-        let Work::Copy { job: reference, session, direction, first, len } = self.flow.end(ticket)
+        let Work::Copy { job: reference, session, direction, first, len, long } =
+            self.flow.end(ticket)
         else {
             return;
         };
-        self.flow.copies_in_flight[direction as usize] -= 1;
-        if let Some(found) = self.sessions.get_mut(session) {
-            found.copies -= 1;
+        self.count_copy_end(session, direction, long);
+        if long {
+            self.wake_held(session);
         }
         let Some(job) = self.jobs.get_mut(reference) else { return };
+        if fault.is_none()
+            && let Some(fence) = &mut job.fence
+        {
+            fence.passed = true;
+        }
         job.copies -= 1;
         job.copied_ns = now;
         let code = match fault {
             None => Code::None,
             Some(CopyFault::Fence) => Code::BadFence,
-            Some(CopyFault::FenceTimeout) => Code::Deadline,
+            Some(CopyFault::FenceTimeout) => job.stop.map_or(Code::Deadline, |stop| stop.code),
             Some(CopyFault::Peer | CopyFault::Device) => Code::DeviceError,
         };
         let done = if fault.is_none() { len } else { pages_done.min(len) };

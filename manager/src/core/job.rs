@@ -66,6 +66,15 @@ pub(super) struct Stop {
     pub(super) at: Option<u32>,
 }
 
+/// The event that the first copy of a job waits for. While that is in flight there is no other:
+/// those that follow need not wait.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Fence {
+    /// In the pool of the session, which keeps it for this job.
+    pub(super) index: u32,
+    pub(super) passed: bool,
+}
+
 /// What a job is doing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stage {
@@ -77,7 +86,6 @@ pub(super) enum Stage {
         namespace: NamespaceId,
         /// [`super::namespace::Namespace::forgets`] when it began.
         forgets: u32,
-        fence: Option<u32>,
         next_issue: u32,
         next_commit: u32,
         /// Of the next page to commit another image is being read.
@@ -97,7 +105,6 @@ pub(super) enum Stage {
     /// Copies DRAM → device.
     Restore {
         region: RegionId,
-        fence: Option<u32>,
         lease: LeaseId,
         keep: bool,
         next_read: u32,
@@ -108,6 +115,7 @@ pub(super) enum Stage {
         window_bytes: u64,
         /// Some pages come from SSD.
         streaming: bool,
+        by_layer: bool,
         waits_for_memory: bool,
         /// What one of its pages counts in the lease.
         unit_bytes: u64,
@@ -139,7 +147,10 @@ pub(super) struct Job {
     pub(super) stage: Stage,
     pub(super) stop: Option<Stop>,
     pub(super) copies: u32,
+    pub(super) fence: Option<Fence>,
     pub(super) queued_for_copy: bool,
+    /// Its session has as many long copies in flight as it may.
+    pub(super) held: bool,
     pub(super) queued_for_read: bool,
     pub(super) mode: QueryMode,
     /// Entries of the range, one to one.
@@ -218,7 +229,9 @@ impl Job {
             stage: Stage::Idle,
             stop: None,
             copies: 0,
+            fence: None,
             queued_for_copy: false,
+            held: false,
             queued_for_read: false,
             mode: QueryMode::Demand,
             entries: Vec::new(),
@@ -244,6 +257,11 @@ impl Job {
         cancels.clear();
         pinned.clear();
         *self = Self { serial, entries, fill, cancels, pinned, ..Self::idle() };
+    }
+
+    /// The fence that it waits for, or has yet to wait for.
+    pub(super) fn fence_ahead(&self) -> Option<u32> {
+        self.fence.filter(|fence| !fence.passed).map(|fence| fence.index)
     }
 
     /// Stops with `code` unless it is stopping already. The earliest position wins.

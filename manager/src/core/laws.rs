@@ -10,7 +10,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use orbitkv_shm_protocol::ids::PageHash;
+use orbitkv_shm_protocol::ids::{PageHash, SessionId};
 use orbitkv_shm_protocol::record::PageOutcome;
 
 use super::Core;
@@ -20,9 +20,10 @@ use super::flow::Work;
 use super::in_flight::InFlight;
 use super::index::PageId;
 use super::job::{EntryState, Job, JobRef, Stage};
+use super::limits::LONG_COPIES_PER_SESSION_MAX;
 use super::namespace::{NamespaceFingerprint, NamespaceId};
 use super::query::charge;
-use super::session::Scope;
+use super::session::{Scope, Session};
 use super::slots::slot_bytes;
 
 /// A page as a test sees it.
@@ -390,10 +391,12 @@ impl Core {
         let queued = job.queued_for_copy || job.queued_for_read;
         let moving = match job.stage {
             Stage::Idle => false,
-            Stage::Save { waits_for_read, .. } => job.copies > 0 || queued || waits_for_read,
+            Stage::Save { waits_for_read, .. } => {
+                job.copies > 0 || queued || job.held || waits_for_read
+            }
             Stage::Fill { pending, .. } => pending > 0 || queued,
             Stage::Restore { reading, waits_for_memory, .. } => {
-                job.copies > 0 || reading > 0 || queued || waits_for_memory
+                job.copies > 0 || reading > 0 || queued || job.held || waits_for_memory
             }
             // Their sessions list them: see `check_sessions`.
             Stage::Wait { .. } | Stage::Drain | Stage::Unregister { .. } => true,
@@ -528,11 +531,7 @@ impl Core {
             for (region, users) in session.regions.iter().zip(users) {
                 assert_eq!(region.as_ref().map_or(0, |region| region.users), users);
             }
-            let copies = self
-                .flow
-                .under_way()
-                .filter(|work| matches!(work, Work::Copy { session, .. } if *session == id));
-            assert_eq!(session.copies as usize, copies.count(), "copies of session {id}");
+            self.check_copies_of(id, session);
             assert!(!session.closing || outstanding > 0 || session.copies > 0, "{id} has ended");
             let turns = self.sessions.turn.iter().filter(|&&other| other == id).count();
             let waits = usize::from(!session.waiting.is_empty());
@@ -540,6 +539,36 @@ impl Core {
             let waiting = session.waiting.iter().chain(&session.drains);
             assert!(waiting.into_iter().all(|&job| self.jobs.get(job).is_some()));
         }
+    }
+
+    /// Counts of copies, who waits for one of the long ones to end, and whose the events are.
+    fn check_copies_of(&self, id: SessionId, session: &Session) {
+        let (mut copies, mut long) = (0, [0; 2]);
+        for work in self.flow.under_way() {
+            if let Work::Copy { session, direction, long: is_long, .. } = work
+                && *session == id
+            {
+                copies += 1;
+                long[*direction as usize] += u32::from(*is_long);
+            }
+        }
+        assert_eq!((session.copies, session.long_copies), (copies, long), "copies of session {id}");
+        assert!(long.iter().all(|&long| long <= LONG_COPIES_PER_SESSION_MAX));
+        let mut held: Vec<_> = session.held.iter().flatten().copied().collect();
+        let mut taken = vec![false; session.events.len()];
+        for (reference, job) in self.jobs.iter().filter(|(_, job)| job.session == id) {
+            if job.held {
+                let at = held.iter().position(|&other| other == reference);
+                held.swap_remove(at.expect("nobody wakes a held operation"));
+            }
+            if let Some(fence) = job.fence {
+                let before = std::mem::replace(&mut taken[fence.index as usize], true);
+                assert!(!before, "two operations have one event");
+                assert!(fence.passed || job.copies <= 1, "copies beside one that waits: {job:?}");
+            }
+        }
+        assert_eq!(held, [], "operations that are not held wait in session {id}");
+        assert_eq!(session.events, taken, "events of session {id}");
     }
 
     /// Each offer has one outcome, waits, or is being written.

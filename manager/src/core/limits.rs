@@ -13,6 +13,10 @@ pub const READ_WINDOW_BYTES: u64 = 4 << 20;
 pub const COPY_QUANTUM_BYTES: u64 = 1 << 20;
 /// Copy commands in flight a direction: with few, a cancel or a more urgent job waits for little.
 pub const COPIES_IN_FLIGHT_MAX: u32 = 4;
+/// Copy commands in flight of one session a direction that may take long, because they wait for a
+/// fence or copy layer by layer. They do not count among the others, or an engine whose events do not
+/// come would keep everybody from copying.
+pub const LONG_COPIES_PER_SESSION_MAX: u32 = 2;
 /// Read commands in flight of one SSD device.
 pub const READS_IN_FLIGHT_MAX: u32 = 128;
 /// Bytes of SSD reads that the kernel has of one device, at least one page: enough for any drive, and

@@ -503,7 +503,8 @@ impl Core {
     fn end_job(&mut self, now: Nanos, reference: JobRef, ended: Completion, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
         let (id, silent, abandoned) = (job.session, job.silent, job.abandoned);
-        let (range, operation) = (job.range, job.operation);
+        let (range, operation, fence) = (job.range, job.operation, job.fence);
+        let held = std::mem::replace(&mut job.held, false);
         let cancels = std::mem::take(&mut job.cancels);
         let completion = Completion {
             operation,
@@ -532,6 +533,17 @@ impl Core {
         session.outstanding -= 1;
         session.give_range(range);
         session.credits[operation.index as usize].job = None;
+        if let Some(fence) = fence {
+            session.events[fence.index as usize] = false;
+        }
+        if held {
+            session.held.iter_mut().for_each(|held| held.retain(|&other| other != reference));
+        }
+        if session.held.iter().any(|held| !held.is_empty()) {
+            // It may have been woken and have ended before it used its turn.
+            self.wake_held(id);
+        }
+        let Some(session) = self.sessions.get_mut(id) else { return };
         if abandoned {
             if ended.kind == RequestKind::Restore && ended.status != Status::Ok {
                 out.list.push(Effect::RestoreFailed { session: id, operation });

@@ -174,7 +174,8 @@ impl Core {
         Ok((ScopeId(found.scopes.len() as u32 - 1), page_bytes))
     }
 
-    /// Registers a region of `device_pages` pages of a namespace.
+    /// Registers a region of `device_pages` pages of a namespace. A `fenced` one is written by work
+    /// that is queued on a device: its saves need a fence.
     ///
     /// # Errors
     /// An unknown scope, a set, no pages, or a limit.
@@ -183,6 +184,7 @@ impl Core {
         session: SessionId,
         scope: ScopeId,
         device_pages: u32,
+        fenced: bool,
     ) -> Result<RegionId, CoreRefusal> {
         let found = self.sessions.get_mut(session).filter(|session| !session.closing);
         let found = found.ok_or(CoreRefusal::UnknownSession)?;
@@ -199,7 +201,7 @@ impl Core {
         if live >= limit || found.regions.len() >= REGION_IDS_MAX {
             return Err(CoreRefusal::LimitReached { what: "region", limit });
         }
-        let region = Region { namespace, device_pages, users: 0, ending: None };
+        let region = Region { namespace, device_pages, fenced, users: 0, ending: None };
         found.regions.push(Some(region));
         Ok(RegionId(found.regions.len() as u32 - 1))
     }

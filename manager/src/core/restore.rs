@@ -36,11 +36,7 @@ impl Core {
         let Some(region) = session.region(ask.region) else {
             return self.fail(ctx, ended, Code::UnknownRegion, out);
         };
-        if ask.by_layer {
-            return self.fail(ctx, ended, Code::Unsupported, out);
-        }
-        if ask.fence.is_some() {
-            // No session has registered an event pool yet, so no fence is known.
+        if ask.fence.is_some_and(|index| !session.event_is_free(index)) {
             return self.fail(ctx, ended, Code::BadFence, out);
         }
         let (namespace, device_pages) = (region.namespace, region.device_pages);
@@ -97,6 +93,7 @@ impl Core {
         start: usize,
     ) {
         let reference = self.open_job(ctx, ended, Stage::Drain);
+        self.take_fence(reference, ask.fence);
         let mut streaming = false;
         let mut unit_bytes = 0;
         if let (Some(job), Some(lease)) =
@@ -123,7 +120,6 @@ impl Core {
             }
             job.stage = Stage::Restore {
                 region: ask.region,
-                fence: ask.fence,
                 lease: ask.lease,
                 keep: ask.keep,
                 next_read: 0,
@@ -131,6 +127,7 @@ impl Core {
                 reading: 0,
                 window_bytes: 0,
                 streaming,
+                by_layer: ask.by_layer,
                 waits_for_memory: false,
                 unit_bytes,
             };

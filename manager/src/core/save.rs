@@ -33,6 +33,7 @@ impl Core {
             return self.fail(ctx, ended, Code::UnknownRegion, out);
         };
         let (namespace, device_pages) = (found.namespace, found.device_pages);
+        let fenced = found.fenced;
         let known = flags::ENTRY_ANCHOR | flags::ENTRY_ROOT;
         let in_range = |entry: &PageEntry| entry.is_anchor() || entry.device_page < device_pages;
         let well_formed = |entry: &PageEntry| entry.flags & !known == 0 && entry.reserved == 0;
@@ -40,8 +41,11 @@ impl Core {
         if ends_in_anchor || !pages.iter().all(|entry| in_range(entry) && well_formed(entry)) {
             return self.refuse_entries(ctx, ended, out);
         }
-        if fence.is_some() {
-            // No session has registered an event pool yet, so no fence is known.
+        let good = match fence {
+            Some(index) => session.event_is_free(index),
+            None => !fenced,
+        };
+        if !good {
             return self.fail(ctx, ended, Code::BadFence, out);
         }
         if pages.is_empty() {
@@ -55,12 +59,12 @@ impl Core {
             region,
             namespace,
             forgets,
-            fence,
             next_issue: 0,
             next_commit: 0,
             waits_for_read: false,
         };
         let reference = self.open_job(ctx, &ended, stage);
+        self.take_fence(reference, fence);
         let mut entries = match self.jobs.get_mut(reference) {
             Some(job) => std::mem::take(&mut job.entries),
             None => return,

@@ -29,6 +29,8 @@ impl Scope {
 pub(super) struct Region {
     pub(super) namespace: NamespaceId,
     pub(super) device_pages: u32,
+    /// Saves need a fence.
+    pub(super) fenced: bool,
     /// Saves and restores that name it.
     pub(super) users: u32,
     /// The `Unregister` that waits for them.
@@ -64,6 +66,10 @@ pub(super) struct Session {
     pub(super) bad_requests: u32,
     /// Copies in flight that touch its memory.
     pub(super) copies: u32,
+    /// Those of them that may take long, by direction.
+    pub(super) long_copies: [u32; 2],
+    /// Operations that wait for one of those to end, by direction.
+    pub(super) held: [VecDeque<JobRef>; 2],
     /// Nothing more is taken from it.
     pub(super) closing: bool,
 }
@@ -84,6 +90,8 @@ impl Session {
             ranges: Vec::new(),
             bad_requests: 0,
             copies: 0,
+            long_copies: [0; 2],
+            held: Default::default(),
             closing: false,
         }
     }
@@ -94,6 +102,11 @@ impl Session {
 
     pub(super) fn region_mut(&mut self, id: RegionId) -> Option<&mut Region> {
         self.regions.get_mut(id.0 as usize)?.as_mut()
+    }
+
+    /// Whether another operation may have this event as its fence.
+    pub(super) fn event_is_free(&self, index: u32) -> bool {
+        self.events.get(index as usize) == Some(&false)
     }
 
     pub(super) fn scope(&self, id: ScopeId) -> Option<&Scope> {

@@ -240,6 +240,7 @@ impl Core {
             kind: job.kind,
             stage: match job.stage {
                 Stage::Idle => "idle",
+                _ if job.fence_ahead().is_some() && job.copies > 0 => "waiting for its fence",
                 Stage::Save { .. } => "copying",
                 Stage::Wait { .. } => "waiting for budget",
                 Stage::Fill { .. } => "reading",

@@ -18,7 +18,7 @@ pub use host::{HostDevice, HostMemory, ImportError, MemoryWay, PeerHandle};
 pub use region::{DeviceRegion, PageLayout, Placement, RegionError};
 
 /// Commands of one direction that may be submitted and not yet polled.
-pub const COMMANDS_MAX: usize = 256;
+pub const COMMANDS_MAX: usize = 512;
 
 /// Something that copies. One thread owns it; its work happens elsewhere.
 pub trait Device: Send {
@@ -56,6 +56,13 @@ impl DeviceMemory {
             Self::Host(memory) => memory.bytes(),
         }
     }
+
+    /// Whether work that is queued on a device writes it: whoever reads it waits for an event first.
+    pub fn needs_fence(&self) -> bool {
+        match self {
+            Self::Host(_) => false,
+        }
+    }
 }
 
 /// An event of an engine: whether what it recorded before is done.
@@ -85,6 +92,7 @@ impl Fence {
             CopyError::BrokenFence { code, .. } => {
                 CopyError::BrokenFence { fence: self.index, code }
             }
+            CopyError::FenceGivenUp { .. } => CopyError::FenceGivenUp { fence: self.index },
             error => error,
         })?;
         if !passed && Instant::now() >= self.until {
@@ -101,7 +109,7 @@ pub struct DoneWord {
     pub words: DoneWords,
     /// Index of the operation, below the session's credits.
     pub operation_index: u32,
-    /// Words of that operation: 1, or one a layer.
+    /// Words of that operation: 1, or one a layer of the region.
     pub count: u32,
     /// Stored after the last byte of the operation or layer.
     pub value: u32,
@@ -206,6 +214,12 @@ pub enum CopyError {
         /// Its index in the session's pool.
         fence: u32,
     },
+    /// The operation was stopped before its fence had passed.
+    #[error("the operation that waited for fence {fence} was stopped")]
+    FenceGivenUp {
+        /// Its index in the session's pool.
+        fence: u32,
+    },
     /// The GPU, or our context on it, is lost: it copies nothing any more.
     #[error("gpu {gpu} is lost: CUDA error {code}")]
     GpuLost {
@@ -235,7 +249,7 @@ impl CopyError {
                 _ => CopyFault::Peer,
             },
             Self::BrokenFence { .. } => CopyFault::Fence,
-            Self::FenceTimeout { .. } => CopyFault::FenceTimeout,
+            Self::FenceTimeout { .. } | Self::FenceGivenUp { .. } => CopyFault::FenceTimeout,
             Self::GpuLost { .. } | Self::BadCommand { .. } => CopyFault::Device,
         }
     }

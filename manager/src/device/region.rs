@@ -101,8 +101,11 @@ pub struct Placement {
 pub struct PageLayout {
     pages: u32,
     image_bytes: u32,
+    layers: u32,
     /// In image order, neighbours merged where they are contiguous on every page.
     runs: Vec<Run>,
+    /// By layer, then in image order; no two layers share one. Empty with a single layer.
+    layer_runs: Vec<LayerRun>,
     /// Memory handles in the order of `Run::memory`.
     memories: Vec<u32>,
 }
@@ -114,6 +117,21 @@ struct Run {
     stride: u64,
     image_offset: u32,
     bytes: u32,
+}
+
+/// A run of one layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct LayerRun {
+    layer: u32,
+    /// Of its first byte among those of the layer.
+    layer_offset: u32,
+    run: Run,
+}
+
+impl LayerRun {
+    fn end(&self) -> u32 {
+        self.layer_offset + self.run.bytes
+    }
 }
 
 impl PageLayout {
@@ -140,11 +158,14 @@ impl PageLayout {
         let mut layout = Self {
             pages: spec.pages,
             image_bytes: image_bytes_u32,
+            layers: 1,
             runs: vec![],
+            layer_runs: vec![],
             memories: vec![],
         };
         let mut positions: HashMap<u32, u16> = HashMap::new();
         let mut intervals = Vec::with_capacity(segments);
+        let mut layer_segments = Vec::with_capacity(segments);
         let mut sum = 0u64;
         for (index, segment) in spec.segments.iter().enumerate() {
             let unknown = RegionError::UnknownMemory { segment: index, memory: segment.memory };
@@ -177,31 +198,42 @@ impl PageLayout {
                 next
             });
             intervals.push((memory, segment.offset..segment.offset + segment.length, index));
-            layout.push(Run {
+            let run = Run {
                 memory,
                 offset: segment.offset,
                 stride: segment.stride,
                 image_offset: image_offset as u32,
                 bytes: segment.length as u32,
-            });
+            };
+            lengthen_or_push(&mut layout.runs, run, spec.pages);
+            layer_segments.push((segment.layer, run));
         }
         if sum != image_bytes {
             return Err(RegionError::SizeMismatch { sum, image_bytes });
         }
         disjoint(intervals)?;
+        layout.divide(layer_segments);
         Ok(layout)
     }
 
-    /// Appends a run, or lengthens the last one where both are contiguous on every page.
-    fn push(&mut self, run: Run) {
-        if let Some(last) = self.runs.last_mut()
-            && last.memory == run.memory
-            && last.offset + u64::from(last.bytes) == run.offset
-            && (last.stride == run.stride || self.pages == 1)
-        {
-            last.bytes += run.bytes;
-        } else {
-            self.runs.push(run);
+    /// Sorts the segments by layer.
+    fn divide(&mut self, mut segments: Vec<(u32, Run)>) {
+        self.layers = segments.iter().map(|(layer, _)| layer.saturating_add(1)).max().unwrap_or(1);
+        if self.layers == 1 {
+            return;
+        }
+        segments.sort_by_key(|(layer, _)| *layer);
+        for of_layer in segments.chunk_by(|(layer, _), (next, _)| layer == next) {
+            let layer = of_layer[0].0;
+            let mut runs = Vec::new();
+            for (_, run) in of_layer {
+                lengthen_or_push(&mut runs, *run, self.pages);
+            }
+            let mut layer_offset = 0;
+            for run in runs {
+                self.layer_runs.push(LayerRun { layer, layer_offset, run });
+                layer_offset += run.bytes;
+            }
         }
     }
 
@@ -213,6 +245,21 @@ impl PageLayout {
     /// Bytes of one page image.
     pub fn image_bytes(&self) -> u32 {
         self.image_bytes
+    }
+
+    /// Layers: one more than the highest that a segment names.
+    pub fn layers(&self) -> u32 {
+        self.layers
+    }
+
+    /// Bytes of one layer of a page image; 0 when no segment names it.
+    pub fn layer_bytes(&self, layer: u32) -> u32 {
+        if self.layers == 1 {
+            return if layer == 0 { self.image_bytes } else { 0 };
+        }
+        let next = self.layer_runs.partition_point(|run| run.layer <= layer);
+        let last = next.checked_sub(1).map(|last| &self.layer_runs[last]);
+        last.filter(|run| run.layer == layer).map_or(0, LayerRun::end)
     }
 
     /// Handles of the memories, in the order of [`Placement::memory`].
@@ -228,10 +275,54 @@ impl PageLayout {
         }
         let next = self.runs.partition_point(|run| run.image_offset <= image_offset);
         let run = self.runs.get(next.checked_sub(1)?)?;
-        let within = image_offset - run.image_offset;
-        // No overflow: `new` computed the end of the last page.
-        let offset = run.offset + u64::from(device_page) * run.stride + u64::from(within);
-        Some(Placement { memory: run.memory, offset, bytes: run.bytes - within })
+        Some(run.place(device_page, image_offset - run.image_offset))
+    }
+
+    /// Where the bytes of a layer from `layer_offset` on lie, in the image and on the device, up to
+    /// the first jump in either. `None` when there is no such page or byte.
+    pub fn locate_in_layer(
+        &self,
+        layer: u32,
+        device_page: u32,
+        layer_offset: u32,
+    ) -> Option<(u32, Placement)> {
+        if self.layers == 1 && layer == 0 {
+            return Some((layer_offset, self.locate(device_page, layer_offset)?));
+        }
+        if device_page >= self.pages {
+            return None;
+        }
+        let before = |run: &LayerRun| (run.layer, run.layer_offset) <= (layer, layer_offset);
+        let next = self.layer_runs.partition_point(before);
+        let found = self.layer_runs.get(next.checked_sub(1)?)?;
+        if found.layer != layer || layer_offset >= found.end() {
+            return None;
+        }
+        let within = layer_offset - found.layer_offset;
+        Some((found.run.image_offset + within, found.run.place(device_page, within)))
+    }
+}
+
+impl Run {
+    /// The rest of the run on a device page, from its byte `within` on.
+    fn place(&self, device_page: u32, within: u32) -> Placement {
+        // No overflow: `PageLayout::new` computed the end of the last page.
+        let offset = self.offset + u64::from(device_page) * self.stride + u64::from(within);
+        Placement { memory: self.memory, offset, bytes: self.bytes - within }
+    }
+}
+
+/// Appends a run, or lengthens the last one where both are contiguous on every page and in the image.
+fn lengthen_or_push(runs: &mut Vec<Run>, run: Run, pages: u32) {
+    if let Some(last) = runs.last_mut()
+        && last.memory == run.memory
+        && last.offset + u64::from(last.bytes) == run.offset
+        && last.image_offset + last.bytes == run.image_offset
+        && (last.stride == run.stride || pages == 1)
+    {
+        last.bytes += run.bytes;
+    } else {
+        runs.push(run);
     }
 }
 
@@ -286,6 +377,11 @@ impl DeviceRegion {
     /// Its checked layout.
     pub fn layout(&self) -> &PageLayout {
         &self.layout
+    }
+
+    /// Whether work that is queued on a device writes its memory, so that a save needs a fence.
+    pub fn needs_fence(&self) -> bool {
+        self.memories.iter().any(|memory| memory.needs_fence())
     }
 
     /// The memory of a [`Placement`].

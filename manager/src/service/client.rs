@@ -1,6 +1,7 @@
 //! One attached client as the reactor sees it: rings, regions, credits.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
@@ -13,7 +14,7 @@ use orbitkv_shm_protocol::telemetry::SessionState;
 
 use super::{PAGES_PER_TURN, REQUESTS_PER_TURN, RegionHandle, stores_done_word};
 use crate::core::{Event, Nanos, SessionView};
-use crate::device::DeviceEvent;
+use crate::device::{CopyError, DeviceEvent};
 use crate::endpoint::SessionReady;
 use crate::telemetry::SessionSlot;
 use crate::telemetry::mirror::{RingsMirror, SessionMirror};
@@ -28,7 +29,7 @@ pub(super) struct Client {
     pid: u32,
     uid: u32,
     regions: Vec<Option<RegionHandle>>,
-    events: Vec<Arc<dyn DeviceEvent>>,
+    events: Vec<Arc<SessionEvent>>,
     /// Nothing more is taken from it.
     pub(super) closed: bool,
     pub(super) slot: Option<SessionSlot>,
@@ -40,6 +41,23 @@ pub(super) struct Client {
     moved: bool,
     /// What it was found to have done while nobody could be told.
     pub(super) violation: Option<RingViolation>,
+}
+
+/// An event of the pool. A device that waits for one whose engine has died would wait for ever: it
+/// learns here that it need not.
+#[derive(Debug)]
+struct SessionEvent {
+    event: Arc<dyn DeviceEvent>,
+    given_up: AtomicBool,
+}
+
+impl DeviceEvent for SessionEvent {
+    fn has_passed(&self) -> Result<bool, CopyError> {
+        if self.given_up.load(Ordering::Relaxed) {
+            return Err(CopyError::FenceGivenUp { fence: 0 });
+        }
+        self.event.has_passed()
+    }
 }
 
 /// What goes back to the endpoint.
@@ -109,16 +127,29 @@ impl Client {
     }
 
     pub(super) fn add_events(&mut self, events: Vec<Arc<dyn DeviceEvent>>) {
-        self.events.extend(events);
+        let watched = |event| Arc::new(SessionEvent { event, given_up: AtomicBool::new(false) });
+        self.events.extend(events.into_iter().map(watched));
     }
 
-    pub(super) fn event(&self, index: u32) -> Option<Arc<dyn DeviceEvent>> {
-        self.events.get(index as usize).cloned()
+    /// An event as the fence of an operation that begins to wait for it.
+    pub(super) fn fence(&self, index: u32) -> Option<Arc<dyn DeviceEvent>> {
+        let event = self.events.get(index as usize)?;
+        event.given_up.store(false, Ordering::Relaxed);
+        Some(Arc::clone(event) as Arc<dyn DeviceEvent>)
+    }
+
+    /// The operation does not wait for it any more.
+    pub(super) fn give_up_fence(&self, index: u32) {
+        if let Some(event) = self.events.get(index as usize) {
+            event.given_up.store(true, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn into_parts(self) -> Parts {
         let regions = self.regions.into_iter().flatten().collect();
-        Parts { segments: self.segments, regions, events: self.events }
+        let event = |event| event as Arc<dyn DeviceEvent>;
+        let events = self.events.into_iter().map(event).collect();
+        Parts { segments: self.segments, regions, events }
     }
 
     /// Takes a bounded number of requests and hands each over. Every byte is copied once, then
@@ -227,10 +258,19 @@ impl Client {
         self.store_done_word(operation, operation.failed_word());
     }
 
-    /// Stores a done word, unless no client made that operation.
+    /// Stores every done word of an operation that the device has not stored, unless no client made
+    /// that operation.
     fn store_done_word(&self, operation: OperationId, word: u32) {
-        if operation.index < self.segments.geometry().credits() {
-            self.segments.done.store(operation.index, 0, word);
+        let geometry = self.segments.geometry();
+        if operation.index >= geometry.credits() {
+            return;
+        }
+        let done = &self.segments.done;
+        for layer in 0..geometry.done_words {
+            // A layer that is in place stays so.
+            if done.load(operation.index, layer) != operation.done_word() {
+                done.store(operation.index, layer, word);
+            }
         }
     }
 

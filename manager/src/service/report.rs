@@ -142,9 +142,10 @@ fn operations_of(
         id: view.operation,
         kind: view.kind,
         stage: match view.stage {
-            WAITS_FOR_BUDGET | "waiting for memory" | "waiting for others" => {
-                OperationStage::Waiting
-            }
+            WAITS_FOR_BUDGET
+            | "waiting for memory"
+            | "waiting for others"
+            | "waiting for its fence" => OperationStage::Waiting,
             "reading" => OperationStage::Preparing,
             "copying" => OperationStage::Copying,
             _ => OperationStage::Ending,

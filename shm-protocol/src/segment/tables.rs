@@ -156,6 +156,16 @@ impl DoneWords {
         self.memory.store_release(self.layout.start + offset, value);
     }
 
+    /// What a word holds now, whoever stored it (`done-word`).
+    ///
+    /// # Panics
+    /// When one of the indices is out of range.
+    #[inline]
+    pub fn load(&self, operation_index: u32, word_index: u32) -> u32 {
+        let offset = self.layout.offset(operation_index, word_index);
+        self.memory.load_acquire(self.layout.start + offset)
+    }
+
     /// Offset of a word from [`region`](Self::region)'s start, in bytes.
     ///
     /// # Panics

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use orbitkv_manager::core::{CopyPage, Direction, Effect, ImageIdentity, PageView, PeerFault};
 use orbitkv_shm_protocol::ids::{PageHash, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{
-    Completion, PageOutcome, PageResult, QueryMode, RequestBody, RequestKind, Status,
+    Code, Completion, PageOutcome, PageResult, QueryMode, RequestBody, RequestKind, Status,
 };
 
 use super::{Held, Work, World};
-use crate::client::{Client, Ended, Submitted, check_answer, outcome};
+use crate::client::{Client, Ended, Submitted, check_answer, fence_of, outcome};
 use crate::content::{Key, POISON, is_image};
 use crate::memory::Use;
 
@@ -26,10 +26,37 @@ impl World {
                     assert!(client.closed, "an attached client is told by its completion");
                     client.done_words.insert(operation.index, operation.failed_word());
                 }
-                Effect::Copy { ticket, direction, session, region, pages, fence, done } => {
-                    assert_eq!(fence, None);
+                Effect::Copy {
+                    ticket,
+                    direction,
+                    session,
+                    region,
+                    pages,
+                    fence,
+                    done,
+                    by_layer,
+                } => {
                     let pages = out.copies[pages].to_vec();
-                    self.copy(Work::Copy { ticket, direction, session, region, pages, done });
+                    self.copy(Work::Copy {
+                        ticket,
+                        direction,
+                        session,
+                        region,
+                        pages,
+                        fence,
+                        done,
+                        by_layer,
+                    });
+                }
+                Effect::GiveUpFence { session, index } => {
+                    let waits = |work: &Work| match work {
+                        Work::Copy { session: of, fence: Some(fence), .. } => {
+                            *of == session && fence.index == index
+                        }
+                        _ => false,
+                    };
+                    assert!(self.work.iter().any(waits), "nobody waits for event {index}");
+                    self.client_mut(session).events[index as usize].given_up = true;
                 }
                 Effect::Read { ticket, slot, extent, image_bytes, checksum } => {
                     self.memory.begin(ticket, extent, Use::Fills);
@@ -174,6 +201,12 @@ impl World {
         let submitted = submitted.unwrap_or_else(|| panic!("not asked for: {completion:?}"));
         if !results.is_empty() {
             assert_eq!(results_start, submitted.request.range.start);
+        }
+        if let Some(fence) = fence_of(&submitted.request)
+            && completion.code != Code::BadFence
+        {
+            // What comes after it now is for whoever has the pages next.
+            client.events[fence as usize].writes.clear();
         }
         let ended = Ended { submitted, completion, results: results.to_vec() };
         check_answer(&ended);

@@ -1,6 +1,8 @@
 //! Ends of the work that `core` ordered: time, copies, reads, writes.
 
-use orbitkv_manager::core::{CopyPage, Direction, Event, IoFault, Nanos, Ticket};
+use orbitkv_manager::core::{
+    CopyFault, CopyPage, Direction, Event, FenceWait, IoFault, Nanos, Ticket,
+};
 use orbitkv_shm_protocol::ids::{OperationId, RegionId, SessionId};
 
 use super::{Fate, Work, World};
@@ -16,7 +18,8 @@ impl World {
     /// Ends one piece of work.
     pub fn finish(&mut self, at: usize, fate: Fate) {
         match self.work.remove(at) {
-            Work::Copy { ticket, direction, session, region, pages, done } => {
+            Work::Copy { ticket, direction, session, region, pages, fence, done, .. } => {
+                let fate = self.after_fence(session, fence, fate);
                 self.finish_copy(ticket, direction, (session, region), &pages, done, fate);
             }
             Work::Read { ticket, slot, extent, image_bytes, checksum: expected } => {
@@ -67,6 +70,20 @@ impl World {
                 self.handle(Event::ForgetRecorded { ticket, fault });
             }
         }
+    }
+
+    /// How a copy ends that waits for an event: it passes now at the latest, unless nobody may wait
+    /// for it any more.
+    fn after_fence(&mut self, session: SessionId, fence: Option<FenceWait>, fate: Fate) -> Fate {
+        let Some(FenceWait { index, until }) = fence else { return fate };
+        let now = self.now;
+        let client = self.clients.get_mut(&session.0).expect("a copy of a session that is there");
+        let event = &client.events[index as usize];
+        if !event.passed && (event.given_up || until <= now) {
+            return Fate::Copy(CopyFault::FenceTimeout, 0);
+        }
+        client.pass(index);
+        fate
     }
 
     fn finish_copy(

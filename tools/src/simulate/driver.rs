@@ -89,7 +89,7 @@ impl Simulation {
             .define_namespace(SESSION, &namespace(info))
             .unwrap_or_else(|refusal| panic!("simulated namespace refused: {refusal}"));
         let region = core
-            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX)
+            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX, false)
             .unwrap_or_else(|refusal| panic!("simulated region refused: {refusal}"));
         Self {
             core,

@@ -14,7 +14,9 @@ const STEP_PIECES_MAX: usize = process::PARTS_MAX;
 /// A command and how far it is.
 pub(super) struct Running {
     command: CopyCommand,
-    /// Image bytes that are in place, counted over all pages in order.
+    /// Layer that is being copied; 0 where layers do not matter.
+    layer: u32,
+    /// Bytes that are in place, of this layer or of whole images, counted over all pages in order.
     position: u64,
 }
 
@@ -52,7 +54,7 @@ struct Stopped {
 impl Running {
     pub(super) fn new(mut command: CopyCommand) -> Self {
         command.checksums.clear();
-        Self { command, position: 0 }
+        Self { command, layer: 0, position: 0 }
     }
 
     /// Copies the next few MiB.
@@ -63,12 +65,41 @@ impl Running {
             Some(Ok(false)) => return Step::Fenced,
             Some(Err(error)) => return Step::Ended(Some(error)),
         }
-        if self.position == 0
+        if (self.layer, self.position) == (0, 0)
             && let Err(error) = self.check(images)
         {
             return Step::Ended(Some(error));
         }
-        gather(&self.command, self.position, &mut scratch.pieces);
+        let mut left = STEP_BYTES_MAX;
+        // Small layers share a step.
+        while left > 0 {
+            match self.advance(left, images, scratch) {
+                Ok(bytes) => left = left.saturating_sub(bytes),
+                Err(error) => return Step::Ended(Some(error)),
+            }
+            if self.position < self.bytes() {
+                return Step::More;
+            }
+            if let Some(done) = &self.command.done {
+                done.words.store(done.operation_index, self.layer, done.value);
+            }
+            if self.layer + 1 >= self.layers() {
+                return Step::Ended(None);
+            }
+            (self.layer, self.position) = (self.layer + 1, 0);
+        }
+        Step::More
+    }
+
+    /// Copies at most `left` bytes of the layer; returns how many it were.
+    fn advance(
+        &mut self,
+        left: u64,
+        images: &dyn ImageMemory,
+        scratch: &mut Scratch,
+    ) -> Result<u64, CopyError> {
+        let layer = (self.layers() > 1).then_some(self.layer);
+        gather(&self.command, layer, self.position, left, &mut scratch.pieces);
         let outcome = transfer(&self.command, images, scratch);
         let (bytes, error) = match outcome {
             Ok(()) => (scratch.pieces.iter().map(|piece| u64::from(piece.image.bytes)).sum(), None),
@@ -79,20 +110,11 @@ impl Running {
             // While the images are still in the cache.
             self.checksum(images);
         }
-        if error.is_some() {
-            return Step::Ended(error);
-        }
-        if self.position < self.bytes() {
+        if bytes == 0 && error.is_none() && self.position < self.bytes() {
             // `check` excludes a step without bytes; one would repeat for ever.
-            let stuck = CopyError::BadCommand { page: self.pages_done() as u32 };
-            return if bytes > 0 { Step::More } else { Step::Ended(Some(stuck)) };
+            return Err(CopyError::BadCommand { page: self.pages_done() as u32 });
         }
-        if let Some(done) = &self.command.done {
-            for word in 0..done.count {
-                done.words.store(done.operation_index, word, done.value);
-            }
-        }
-        Step::Ended(None)
+        error.map_or(Ok(bytes), Err)
     }
 
     pub(super) fn finish(self, error: Option<CopyError>) -> CopyEnd {
@@ -101,21 +123,40 @@ impl Running {
         CopyEnd { ticket, direction, pages_done, error, checksums, pages }
     }
 
+    /// Layers that are copied one after the other.
+    fn layers(&self) -> u32 {
+        self.command.done.as_ref().map_or(1, |done| done.count)
+    }
+
+    /// Bytes of a page in the layer that is being copied.
+    fn page_bytes(&self) -> u64 {
+        u64::from(match self.layers() {
+            1 => self.command.image_bytes,
+            _ => self.command.region.layout().layer_bytes(self.layer),
+        })
+    }
+
     fn bytes(&self) -> u64 {
-        self.command.pages.len() as u64 * u64::from(self.command.image_bytes)
+        self.command.pages.len() as u64 * self.page_bytes()
     }
 
     fn pages_done(&self) -> usize {
-        match u64::from(self.command.image_bytes) {
-            0 => 0,
-            image_bytes => (self.position / image_bytes) as usize,
+        // Before the last layer no page is whole.
+        match self.page_bytes() {
+            page_bytes if page_bytes > 0 && self.layer + 1 >= self.layers() => {
+                (self.position / page_bytes) as usize
+            }
+            _ => 0,
         }
     }
 
     /// What the caller promised. A broken promise must not become a stray copy.
     fn check(&self, images: &dyn ImageMemory) -> Result<(), CopyError> {
         let layout = self.command.region.layout();
-        if self.command.image_bytes != layout.image_bytes() {
+        let layers = self.layers();
+        if self.command.image_bytes != layout.image_bytes()
+            || (layers != 1 && layers != layout.layers())
+        {
             return Err(CopyError::BadCommand { page: 0 });
         }
         for (page, copy) in (0u32..).zip(&self.command.pages) {
@@ -140,17 +181,27 @@ impl Running {
     }
 }
 
-/// Fills `pieces` with what follows `position`: up to the bounds of a step or the command's end.
-fn gather(command: &CopyCommand, position: u64, pieces: &mut Vec<Piece>) {
+/// Fills `pieces` with what follows `position`: up to `left` bytes, the bound of a step, or the end
+/// of the layer or, without one, of the command.
+fn gather(
+    command: &CopyCommand,
+    layer: Option<u32>,
+    position: u64,
+    mut left: u64,
+    pieces: &mut Vec<Piece>,
+) {
     pieces.clear();
     let layout = command.region.layout();
-    let image_bytes = u64::from(command.image_bytes).max(1);
-    let mut left = STEP_BYTES_MAX;
-    let first_page = (position / image_bytes) as usize;
-    let mut image_offset = (position % image_bytes) as u32;
+    let page_bytes = layer.map_or(command.image_bytes, |layer| layout.layer_bytes(layer)).max(1);
+    let locate = |device_page, offset| match layer {
+        None => Some((offset, layout.locate(device_page, offset)?)),
+        Some(layer) => layout.locate_in_layer(layer, device_page, offset),
+    };
+    let first_page = (position / u64::from(page_bytes)) as usize;
+    let mut offset = (position % u64::from(page_bytes)) as u32;
     for page in command.pages.iter().skip(first_page) {
         while left > 0
-            && let Some(place) = layout.locate(page.device_page, image_offset)
+            && let Some((image_offset, place)) = locate(page.device_page, offset)
         {
             let bytes = u64::from(place.bytes).min(left) as u32;
             let image = part(page, image_offset, bytes);
@@ -160,13 +211,13 @@ fn gather(command: &CopyCommand, position: u64, pieces: &mut Vec<Piece>) {
                 }
                 pieces.push(Piece { memory: place.memory, offset: place.offset, image });
             }
-            image_offset += bytes;
+            offset += bytes;
             left -= u64::from(bytes);
         }
         if left == 0 {
             return;
         }
-        image_offset = 0;
+        offset = 0;
     }
 }
 
@@ -290,7 +341,7 @@ mod tests {
         let total = command.pages.len() as u64 * u64::from(command.image_bytes);
         let (mut position, mut steps, mut pieces) = (0, vec![], vec![]);
         while position < total {
-            gather(command, position, &mut pieces);
+            gather(command, None, position, STEP_BYTES_MAX, &mut pieces);
             let bytes: u64 = pieces.iter().map(|piece| u64::from(piece.image.bytes)).sum();
             assert!(bytes > 0 && bytes <= STEP_BYTES_MAX && pieces.len() <= STEP_PIECES_MAX);
             position += bytes;
