@@ -61,7 +61,7 @@ impl DoneWordsOnGpu {
         Ok(here)
     }
 
-    /// Makes `stream` wait until an operation has ended, or its `layer` is in place.
+    /// Makes `stream` wait until a restore has ended, or a `layer` of one by layer is in place.
     ///
     /// A stream also passes when the operation failed: read
     /// [`is_done`](crate::Client::is_done) before anything that was computed from its pages is
@@ -78,12 +78,9 @@ impl DoneWordsOnGpu {
         operation: &Operation,
         layer: Option<u32>,
     ) -> Result<(), CudaError> {
-        let named = CudaError::NoSuchWord { layer: layer.unwrap_or(0) };
-        let Some(word) = Client::word_of(layer).filter(|word| *word < self.words_each) else {
-            return Err(named);
-        };
-        if operation.tag != self.tag {
-            return Err(named);
+        let word = Client::word_of(layer);
+        if operation.tag != self.tag || word >= self.words_each {
+            return Err(CudaError::NoSuchWord { layer: word });
         }
         let (index, wanted) = (operation.id.index, operation.id.done_word());
         let found = self.words.load(index, word);
