@@ -65,8 +65,16 @@ fn ask_for(
     }
 }
 
-fn fork(work: impl FnOnce() -> u8) -> Result<Forked, BenchError> {
-    Forked::spawn(work).map_err(BenchError::system("fork"))
+/// Forks who answers on `peer_cpu` until he is told to stop.
+fn responder(
+    peer_cpu: usize,
+    answer: impl FnOnce() -> io::Result<()>,
+) -> Result<Forked, BenchError> {
+    let pinned = || {
+        pin(&[peer_cpu])?;
+        answer()
+    };
+    Forked::spawn(|| u8::from(pinned().is_err())).map_err(BenchError::system("fork"))
 }
 
 /// Request and response each in a cache line of its own, both sides spinning.
@@ -77,10 +85,7 @@ fn two_line(
 ) -> Result<Summary, BenchError> {
     let lines = SharedLines::new().map_err(BenchError::system("map shared memory"))?;
     let (request, response) = (lines.futex(REQUEST), lines.futex(RESPONSE));
-    let answer = || {
-        if pin(&[peer_cpu]).is_err() {
-            return 1;
-        }
+    let _responder = responder(peer_cpu, || {
         let mut seen = 0;
         while seen != STOP {
             let asked = request.load(Ordering::Acquire);
@@ -91,9 +96,8 @@ fn two_line(
                 response.store(asked, Ordering::Release);
             }
         }
-        0
-    };
-    let _responder = fork(answer)?;
+        Ok(())
+    })?;
     let mut number = 0;
     ask_for(slice, samples, || {
         number += 1;
@@ -109,23 +113,15 @@ fn two_line(
 fn futexes(peer_cpu: usize, slice: Duration, samples: &mut Samples) -> Result<Summary, BenchError> {
     let lines = SharedLines::new().map_err(BenchError::system("map shared memory"))?;
     let (request, response) = (lines.futex(REQUEST), lines.futex(RESPONSE));
-    let answer = || {
-        if pin(&[peer_cpu]).is_err() {
-            return 1;
-        }
+    let mut responder = responder(peer_cpu, || {
         let mut seen = 0;
         while seen != STOP {
-            if sleep_while(request, seen).is_err() {
-                return 1;
-            }
+            sleep_while(request, seen)?;
             seen = request.load(Ordering::Acquire);
-            if say(response, seen).is_err() {
-                return 1;
-            }
+            say(response, seen)?;
         }
-        0
-    };
-    let mut responder = fork(answer)?;
+        Ok(())
+    })?;
     let mut number = 0;
     let summary = ask_for(slice, samples, || {
         number += 1;
@@ -163,18 +159,12 @@ fn unix_socket(
         .map_err(BenchError::system("make a socket pair"))?;
     let (mut ours, mut theirs) = (Socket(ours), Socket(theirs));
     let mut message = [0; MESSAGE_BYTES];
-    let mut responder = fork(|| {
-        if pin(&[peer_cpu]).is_err() {
-            return 1;
-        }
+    let mut responder = responder(peer_cpu, || {
         let mut message = [0; MESSAGE_BYTES];
-        loop {
-            match theirs.read(&mut message) {
-                Ok(MESSAGE_BYTES) if theirs.write_all(&message).is_ok() => {}
-                Ok(_) => return 0,
-                Err(_) => return 1,
-            }
+        while theirs.read(&mut message)? == MESSAGE_BYTES {
+            theirs.write_all(&message)?;
         }
+        Ok(())
     })?;
     let summary = ask_for(slice, samples, || {
         ours.write_all(&message).map_err(BenchError::system("write to a socket"))?;

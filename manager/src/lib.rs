@@ -17,3 +17,10 @@ pub mod ssd;
 pub mod telemetry;
 pub mod units;
 pub mod wake;
+
+// The suite that every device passes is written against the library's public names.
+#[cfg(test)]
+extern crate self as orbitkv_manager;
+#[cfg(test)]
+#[path = "../tests/device/conformance.rs"]
+mod conformance;

@@ -30,7 +30,7 @@ use crate::config::{
 use crate::core::limits::writes_in_flight_bytes;
 use crate::core::{Core, CoreConfig, DeviceLayout, slot_bytes};
 use crate::device::HostDevice;
-use crate::endpoint::{Claim, Endpoint, HostImporter, Settings};
+use crate::endpoint::{Claim, Endpoint, MemoryImporter, Settings};
 use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
 use crate::pool::{self, DramPool, PageMode, PoolConfig};
@@ -207,7 +207,7 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
         let endpoint = Endpoint::start(
             Settings::new(config, epoch, spin_window),
             claim.listen()?,
-            HostImporter,
+            MemoryImporter::default(),
             clock.clone(),
             bell.ringer(),
         )

@@ -287,7 +287,8 @@ impl Service {
         if self.telemetry.due(now) {
             self.report(now);
         }
-        progress
+        // Who waits for a device that does not read is told by whoever looks after it.
+        progress | !self.effects.list.is_empty()
     }
 
     /// Nothing to do: spin a little, then sleep until somebody rings or time is up.
@@ -394,6 +395,7 @@ impl Service {
                 let opened = Event::SessionOpened {
                     session: ready.session,
                     engine: ready.engine,
+                    uid: ready.peer.uid,
                     credits: geometry.credits(),
                     page_entries: geometry.page_entries,
                 };

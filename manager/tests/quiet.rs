@@ -14,7 +14,7 @@ use orbitkv_manager::clock::Clock;
 use orbitkv_manager::config::{Config, ServeArgs, WaitMode};
 use orbitkv_manager::core::{Core, CoreConfig};
 use orbitkv_manager::device::HostDevice;
-use orbitkv_manager::endpoint::{Claim, Endpoint, HostImporter, Settings, Stopper};
+use orbitkv_manager::endpoint::{Claim, Endpoint, MemoryImporter, Settings, Stopper};
 use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
 use orbitkv_manager::service::{Service, ServiceParts};
 use orbitkv_manager::telemetry::{Telemetry, TelemetryIdentity};
@@ -112,7 +112,7 @@ fn reactor(socket: &Path) -> (std::thread::JoinHandle<bool>, Stopper) {
     let mut endpoint = Endpoint::start(
         Settings::new(&config, epoch, Duration::ZERO),
         claim.listen().unwrap(),
-        HostImporter,
+        MemoryImporter::default(),
         clock.clone(),
         bell.ringer(),
     )

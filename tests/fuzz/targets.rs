@@ -137,30 +137,30 @@ pub(crate) mod bootstrap {
     }
 }
 
-/// Request records, alone and through the Manager's end of a ring, with the range they name.
-pub(crate) mod request {
-    use bytemuck::{bytes_of, pod_read_unaligned};
-    use orbitkv_shm_protocol::ids::{Epoch, LeaseId, OperationId, RegionId, ScopeId, SessionId};
+/// The reading end of a ring of four records, both kinds of which are whole blocks of 64 bytes.
+mod ring {
+    use bytemuck::pod_read_unaligned;
     use orbitkv_shm_protocol::memory::SharedMemory;
-    use orbitkv_shm_protocol::record::{PageRange, QueryMode, Request, RequestBody, RequestRecord};
-    use orbitkv_shm_protocol::ring::Consumer;
+    use orbitkv_shm_protocol::ring::{Consumer, RingRecord};
 
     const CAPACITY: u32 = 4;
     const TAIL: usize = 0;
     const HEAD: usize = 128;
     const SLOTS: usize = 256;
 
-    /// Input: where the positions start and the producer's index lies, then slots.
-    pub(crate) fn run(data: &[u8]) {
-        let Some((head, slots)) = data.split_at_checked(16) else { return };
+    /// Takes whatever the ring gives. Input: where the positions start and the producer's index
+    /// lies, then slots, which are the answer.
+    pub(super) fn take_all<R: RingRecord>(data: &[u8]) -> Option<&[u8]> {
+        let (head, slots) = data.split_at_checked(16)?;
         let start: u64 = pod_read_unaligned(&head[..8]);
         let tail: u64 = pod_read_unaligned(&head[8..]);
-        let memory = SharedMemory::heap(SLOTS + CAPACITY as usize * 64);
-        for (i, slot) in slots.as_chunks::<64>().0.iter().take(CAPACITY as usize).enumerate() {
-            memory.write::<[u8; 64]>(SLOTS + i * 64, *slot);
+        let bytes = CAPACITY as usize * size_of::<R>();
+        let memory = SharedMemory::heap(SLOTS + bytes);
+        for (i, block) in slots.as_chunks::<64>().0.iter().take(bytes / 64).enumerate() {
+            memory.write::<[u8; 64]>(SLOTS + i * 64, *block);
         }
         memory.write(TAIL, tail);
-        let mut consumer: Consumer<RequestRecord> = Consumer::new(
+        let mut consumer: Consumer<R> = Consumer::new(
             memory.slot_reader(SLOTS, CAPACITY),
             memory.word_reader(TAIL),
             memory.word_writer(HEAD),
@@ -168,10 +168,23 @@ pub(crate) mod request {
         );
         let mut taken = 0;
         while let Ok(Some(record)) = consumer.pop() {
-            assert_eq!(record.sequence, start.wrapping_add(taken));
+            assert_eq!(record.sequence(), start.wrapping_add(taken));
             taken += 1;
             assert!(taken <= u64::from(CAPACITY));
         }
+        Some(slots)
+    }
+}
+
+/// Request records, alone and through the Manager's end of a ring, with the range they name.
+pub(crate) mod request {
+    use bytemuck::{bytes_of, pod_read_unaligned};
+    use orbitkv_shm_protocol::ids::{Epoch, LeaseId, OperationId, RegionId, ScopeId, SessionId};
+    use orbitkv_shm_protocol::record::{PageRange, QueryMode, Request, RequestBody, RequestRecord};
+
+    /// Input: a ring and what else is in its slots.
+    pub(crate) fn run(data: &[u8]) {
+        let Some(slots) = super::ring::take_all::<RequestRecord>(data) else { return };
         for slot in slots.as_chunks::<64>().0 {
             check(&pod_read_unaligned(slot));
         }
@@ -225,39 +238,13 @@ pub(crate) mod request {
 pub(crate) mod completion {
     use bytemuck::{bytes_of, pod_read_unaligned};
     use orbitkv_shm_protocol::ids::{Epoch, LeaseId, OperationId, SessionId};
-    use orbitkv_shm_protocol::memory::SharedMemory;
     use orbitkv_shm_protocol::record::{
         Code, Completion, CompletionRecord, PageOutcome, PageResult, RequestKind, Status, Tier,
     };
-    use orbitkv_shm_protocol::ring::Consumer;
 
-    const CAPACITY: u32 = 4;
-    const TAIL: usize = 0;
-    const HEAD: usize = 128;
-    const SLOTS: usize = 256;
-
-    /// Input: start and index as for requests, then slots of 128 bytes.
+    /// Input: a ring and what else is in its slots.
     pub(crate) fn run(data: &[u8]) {
-        let Some((head, slots)) = data.split_at_checked(16) else { return };
-        let start: u64 = pod_read_unaligned(&head[..8]);
-        let tail: u64 = pod_read_unaligned(&head[8..]);
-        let memory = SharedMemory::heap(SLOTS + CAPACITY as usize * 128);
-        for (i, slot) in slots.as_chunks::<64>().0.iter().take(2 * CAPACITY as usize).enumerate() {
-            memory.write::<[u8; 64]>(SLOTS + i * 64, *slot);
-        }
-        memory.write(TAIL, tail);
-        let mut consumer: Consumer<CompletionRecord> = Consumer::new(
-            memory.slot_reader(SLOTS, CAPACITY),
-            memory.word_reader(TAIL),
-            memory.word_writer(HEAD),
-            start,
-        );
-        let mut taken = 0;
-        while let Ok(Some(record)) = consumer.pop() {
-            assert_eq!(record.sequence, start.wrapping_add(taken));
-            taken += 1;
-            assert!(taken <= u64::from(CAPACITY));
-        }
+        let Some(slots) = super::ring::take_all::<CompletionRecord>(data) else { return };
         for slot in slots.as_chunks::<128>().0 {
             let record: CompletionRecord = pod_read_unaligned(slot);
             if let Ok(completion) = Completion::decode(&record) {

@@ -9,10 +9,14 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use orbitkv_engine::PageHash;
 use orbitkv_shm_protocol::inspect::{self, DeviceView, Snapshot};
 use orbitkv_shm_protocol::telemetry::Metric;
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
+
+use crate::engine::{Engine, namespace};
+use crate::faulty::FaultyDisk;
 
 /// Longest wait for something that must come. Generous: a busy machine is no failure.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -143,6 +147,13 @@ impl Setup {
     pub fn ssd(mut self, capacity: &str) -> Self {
         self.ssd = true;
         self.flag("--ssd-capacity", capacity)
+    }
+
+    /// An SSD tier of so many bytes on a disk that fails.
+    #[must_use]
+    pub fn ssd_on(self, disk: &FaultyDisk, capacity: &str) -> Self {
+        let tier: [OsString; 2] = ["--ssd".into(), disk.path().join("tier").into()];
+        self.flags(&tier).flag("--ssd-capacity", capacity)
     }
 
     /// One more flag of `serve`.
@@ -451,6 +462,26 @@ impl Manager {
     /// Where it listens.
     pub fn socket(&self) -> PathBuf {
         self.setup().socket()
+    }
+
+    /// An engine with pages of `model`, as many of its own as `pages`.
+    ///
+    /// # Panics
+    /// When it is refused.
+    pub fn attach(&self, model: &str, page_bytes: u64, pages: u32) -> Engine {
+        Engine::attach(&self.socket(), namespace(model, page_bytes), pages)
+    }
+
+    /// Saves a chain and finds it again, from SSD where there is one, byte for byte.
+    ///
+    /// # Panics
+    /// When a page is missing or wrong.
+    pub fn round_trip(&self, engine: &mut Engine, chain: &[PageHash]) {
+        engine.save_all(chain);
+        if !self.inspect().ssd.is_empty() {
+            self.evict();
+        }
+        assert_eq!(engine.restore_all(chain) as usize, chain.len());
     }
 
     /// What the inspection tool sees now.

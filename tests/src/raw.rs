@@ -10,12 +10,12 @@ use orbitkv_shm_protocol::bootstrap::message::{
     ClientMessage, ManagerMessage, MemorySpec, RegionSpec, SegmentSpec, Welcome,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
-use orbitkv_shm_protocol::ids::{Epoch, OperationId, RegionId, ScopeId, SessionId};
+use orbitkv_shm_protocol::ids::{Epoch, OperationId, PageHash, RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::layout::{
     COMPLETION_HEAD, COMPLETION_TAIL, Geometry, LAYOUT_FINGERPRINT, MANAGER_DOORBELL,
     MANAGER_SLEEP_GENERATION, REQUEST_HEAD, REQUEST_TAIL, RING_OFFSET,
 };
-use orbitkv_shm_protocol::record::{CompletionRecord, Request, RequestRecord};
+use orbitkv_shm_protocol::record::{CompletionRecord, PageEntry, Request, RequestRecord};
 use orbitkv_shm_protocol::segment::{self, EngineSide, Expected};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -145,6 +145,16 @@ impl Raw {
         let answer = self.ask_with(&ClientMessage::RegisterRegion(spec), &[]);
         let ManagerMessage::Region { region, .. } = answer else { panic!("{answer:?}") };
         RegionId(region)
+    }
+
+    /// Writes sixteen page entries of a round, which no other session or round has.
+    pub fn fill_table(&self, round: u32) {
+        for index in 0..16 {
+            let mut hash = [index as u8; 32];
+            hash[1..5].copy_from_slice(&round.to_le_bytes());
+            hash[5..9].copy_from_slice(&self.welcome.session.to_le_bytes());
+            self.side.pages.write(index, PageEntry::page(PageHash(hash), index));
+        }
     }
 
     /// Writes bytes of the submission segment.

@@ -3,10 +3,12 @@
 //! Fault model. Copies, reads and writes end in any order and as late as chance has it. A copy can
 //! stop at any page, because the engine is gone or the device failed; a read or write can fail with
 //! an errno, come short, or find the tier off; an image on disk can rot. A device can answer nothing
-//! for a while, or refuse every write and be tried with single ones meanwhile. An event that a copy
-//! waits for passes late or never. Engines cancel at any moment, are killed at any moment, forget to release, name leases of others, send records that no
-//! correct client sends. The Manager is killed at any moment and starts again over what reached the
-//! disk, or serves before it knows what did. Time jumps past deadlines and leases.
+//! for a while, and `core` hear of it sooner, later or never; it can be unreadable for a while though
+//! it answers, or refuse every write and be tried with single ones meanwhile. An event that a copy
+//! waits for passes late or never. Engines cancel at any moment, are killed at any moment, forget to
+//! release, name leases of others, send records that no correct client sends. The Manager is killed
+//! at any moment and starts again over what reached the disk, or serves before it knows what did.
+//! Time jumps past deadlines and leases.
 //!
 //! What must hold is checked by [`World`] at every effect and by the laws of `core` after events;
 //! at the end everything must end, and the pool must be usable to the last byte.
@@ -669,6 +671,10 @@ impl Simulation {
             return;
         }
         for device in 0..self.plan.devices.len() {
+            if self.rng.u8(..4) == 0 {
+                let reads = self.world.core.device_is_readable(device as u16);
+                self.world.set_readable(device as u16, !reads);
+            }
             let takes_none = self.world.core.device_intake(device as u16) == Intake::Nothing;
             let intake = match self.rng.u8(..4) {
                 0 => {
@@ -718,6 +724,7 @@ impl Simulation {
         self.world.end_census();
         for device in 0..self.plan.devices.len() {
             self.world.core.set_device_accepts_writes(device as u16, true);
+            self.world.set_readable(device as u16, true);
         }
         for _ in 0..4 {
             self.settle();

@@ -111,6 +111,8 @@ pub struct World {
     pub check_every: u32,
     /// Version of the images that engines compute now.
     pub version: u8,
+    /// User of the clients that attach now.
+    pub uid: u32,
     memory: Memory,
     config: CoreConfig,
     out: Effects,
@@ -148,6 +150,7 @@ impl World {
             pumps: true,
             check_every: 1,
             version: 0,
+            uid: 1000,
             memory: Memory::new(&config.arena_bytes),
             config,
             out: Effects::default(),
@@ -244,7 +247,8 @@ impl World {
         self.next_session += 1;
         let engine = EngineId([engine; 16]);
         self.clients.insert(session.0, Client::new(session, engine, credits, page_entries));
-        self.handle(Event::SessionOpened { session, engine, credits, page_entries });
+        let uid = self.uid;
+        self.handle(Event::SessionOpened { session, engine, uid, credits, page_entries });
         session
     }
 
@@ -525,7 +529,7 @@ impl World {
         let there: HashSet<Key> = self
             .core
             .page_views()
-            .filter(|page| page.indexed)
+            .filter(|page| page.indexed && (page.resident.is_some() || self.reads(page.slot)))
             .map(|page| Key { namespace: page.namespace, hash: page.hash })
             .collect();
         let pages: Vec<_> = entries.iter().filter(|entry| !entry.is_anchor()).collect();
@@ -535,6 +539,11 @@ impl World {
             members.iter().all(|member| member.needed(len).all(|at| present(member, at)))
         };
         (0..=pages.len()).rev().find(|&len| whole(len)).unwrap_or(0)
+    }
+
+    /// Whether the device of a slot reads, as far as `core` knows.
+    fn reads(&self, slot: Option<Slot>) -> bool {
+        slot.is_some_and(|slot| self.core.device_is_readable(slot.device))
     }
 
     /// Notes which pages may be found from now on.

@@ -211,7 +211,8 @@ fn random_requests_neither_panic_nor_leak() {
         let mut now = 1;
         let engine = orbitkv_shm_protocol::ids::EngineId([1; 16]);
         let session = SessionId(0);
-        let event = Event::SessionOpened { session, engine, credits: 64, page_entries: 1024 };
+        let event =
+            Event::SessionOpened { session, engine, uid: 0, credits: 64, page_entries: 1024 };
         core.handle(now, event, &mut out);
         for model in ["a", "b"] {
             let spec = orbitkv_tests::world::spec(model, 4096);

@@ -1,11 +1,11 @@
 //! Goal: what comes from SSD is right or absent, read once, and holds nobody up. Method: chains
 //! that are on SSD only, with each read's end and fault decided by the test.
 
-use orbitkv_manager::core::{CoreConfig, Direction, IoFault};
+use orbitkv_manager::core::{CoreConfig, Direction, IoFault, PrepareOutcome};
 use orbitkv_shm_protocol::ids::PageHash;
 use orbitkv_shm_protocol::record::{Code, PageOutcome, QueryMode, RequestBody, Status};
 use orbitkv_tests::rig::{MILLISECOND, PAGE, Rig, Seat, generous};
-use orbitkv_tests::world::{Fate, Work, chain, device, is_copy, is_read, pages, spec};
+use orbitkv_tests::world::{Fate, Work, chain, device, is_copy, is_read, is_write, pages, spec};
 
 /// A chain on SSD and a query that waits for its reads.
 fn cold(len: usize) -> (Rig, Vec<PageHash>) {
@@ -406,5 +406,153 @@ fn reads_of_a_silent_device_hold_up_nobody_who_reads_from_another() {
         assert_eq!((ended.status, ended.pages), (Status::Ok, 8), "{ended:?}");
         rig.release(rig.seat, ended.lease.expect("a lease"));
     }
+    rig.assert_at_rest();
+}
+
+/// A device of which `core` hears that it reads nothing has lost nothing: what lies there only is
+/// missing, without a read or a wait, until it reads again.
+#[test]
+fn pages_of_a_device_that_reads_nothing_are_missing_for_as_long() {
+    let (mut rig, whole) = cold(8);
+    // The first three are in DRAM too.
+    rig.stored(&whole[..3]);
+    rig.world.set_readable(0, false);
+    assert_eq!((rig.hits_at_once(&whole), rig.in_flight(is_read)), (3, 0));
+    let Seat { session, scope, .. } = rig.seat;
+    let hint = rig.world.request(session, RequestBody::Prepare { scope }, &pages(&whole), 0);
+    assert_eq!(rig.world.ended(session, hint).completion.pages, 0);
+    let stats = rig.world.core.stats();
+    assert_eq!((stats.lookup_pages, stats.lookup_hits_dram, stats.lookup_unreadable), (8, 3, 1));
+    assert_eq!(stats.prepare[PrepareOutcome::Failed as usize], 1);
+    assert_eq!(stats.prepare.iter().sum::<u64>(), 8, "each page has one outcome");
+    assert_eq!(rig.world.core.gauges().ssd_pages, 8, "all are where they were");
+    // What hangs on them can be saved.
+    let more = orbitkv_tests::world::extend(Some(whole[7]), 0, 2);
+    let entries = orbitkv_tests::world::pages_after(whole[7], &more);
+    let save = rig.world.save(session, rig.seat.region, &entries);
+    rig.world.settle_only(is_copy(Direction::Save));
+    assert_eq!(rig.world.ended(session, save).completion.pages, 2);
+    rig.world.set_readable(0, true);
+    rig.world.settle();
+    assert_eq!(rig.hits(&[whole, more].concat()), 10);
+    assert_eq!(rig.world.core.stats().ssd_read_errors.iter().sum::<u64>(), 0);
+}
+
+/// Goal: when a device falls silent nobody waits out his deadline for it, and its reads keep their
+/// memory until they end. Method: queries, a hint and a restore, each with some of its reads in the
+/// device and more queued for it.
+#[test]
+fn whoever_waits_for_a_device_that_ceases_to_read_is_told_at_once() {
+    let config = CoreConfig { reads_in_flight_bytes: 8 * PAGE, ..generous(64 * PAGE) };
+    let mut rig = Rig::new(config, &[device(1, 256 * PAGE)], spec("model", PAGE));
+    let chains: Vec<_> = (1..6).map(|branch| chain(branch, 6)).collect();
+    for whole in &chains {
+        rig.stored_on_ssd_only(whole);
+    }
+    let Seat { session, scope, .. } = rig.seat;
+    let hint = rig.world.request(session, RequestBody::Prepare { scope }, &pages(&chains[4]), 0);
+    assert_eq!(rig.world.ended(session, hint).completion.pages, 6);
+    let candidate = rig.world.query(session, scope, QueryMode::Candidate, &pages(&chains[3]));
+    let lease = rig.world.ended(session, candidate).completion.lease.expect("a lease");
+    let restore = rig.restore(rig.seat, lease, &chains[3], false);
+    let queries: Vec<_> = chains[..3].iter().map(|whole| rig.query(rig.seat, whole)).collect();
+    assert_eq!(rig.in_flight(is_read), 8, "all that it may have");
+
+    rig.world.set_readable(0, false);
+    for query in queries {
+        let ended = rig.world.ended(session, query).completion;
+        assert_eq!((ended.code, ended.pages, ended.lease), (Code::IoError, 0, None), "{ended:?}");
+    }
+    let ended = rig.world.ended(session, restore).completion;
+    assert_eq!((ended.code, ended.pages, ended.pages_refused), (Code::IoError, 0, 6), "{ended:?}");
+    let (stats, gauges) = (rig.world.core.stats(), rig.world.core.gauges());
+    assert_eq!(stats.prepare[PrepareOutcome::Failed as usize], 6);
+    assert_eq!((gauges.operations, gauges.leases, gauges.speculative_bytes), (0, 0, 0));
+    assert!(stats.ssd_read_errors[IoFault::Off.index()] > 0, "those that were queued");
+    assert_eq!((gauges.reads_in_flight, gauges.pool_used_bytes), (8, 8 * PAGE));
+    // Somebody else's pages get the rest of the pool, and no more.
+    let others: Vec<_> = (10..70).map(|branch| chain(branch, 1)).collect();
+    for other in &others[..56] {
+        rig.stored(other);
+    }
+    rig.world.settle_only(is_write);
+    for other in &others[56..] {
+        rig.stored(other);
+    }
+    assert_eq!(rig.world.core.gauges().pool_used_bytes, 64 * PAGE);
+    assert_eq!(rig.in_flight(is_read), 8);
+
+    // It answers before `core` is told that it does.
+    rig.world.settle();
+    rig.world.set_readable(0, true);
+    for whole in &chains {
+        assert_eq!(rig.hits(whole), 6, "nothing was lost");
+    }
+    rig.assert_at_rest();
+}
+
+/// Reads of another device go on for an operation that one device has let down: it gets all that is
+/// in front of the first page there.
+#[test]
+fn a_hit_ends_at_the_first_page_of_a_device_that_ceases_to_read() {
+    let mut rig = Rig::new(generous(64 * PAGE), &[device(1, 64 * PAGE); 2], spec("model", PAGE));
+    let whole = chain(1, 6);
+    rig.world.core.set_device_accepts_writes(1, false);
+    rig.stored(&whole[..4]);
+    rig.world.settle();
+    rig.world.core.set_device_accepts_writes(1, true);
+    rig.world.core.set_device_accepts_writes(0, false);
+    let entries = orbitkv_tests::world::pages_after(whole[3], &whole[4..]);
+    rig.world.save(rig.seat.session, rig.seat.region, &entries);
+    rig.world.settle();
+    rig.world.evict_dram();
+    let query = rig.query(rig.seat, &whole);
+    assert_eq!((rig.in_flight(on(0)), rig.in_flight(on(1))), (4, 2));
+    rig.world.set_readable(1, false);
+    assert!(rig.world.take_ended(rig.seat.session, query).is_none(), "four are on their way");
+    rig.world.settle_only(on(0));
+    let ended = rig.world.ended(rig.seat.session, query).completion;
+    assert_eq!((ended.status, ended.pages), (Status::Partial, 4), "{ended:?}");
+    rig.release(rig.seat, ended.lease.expect("a lease"));
+    assert_eq!(rig.hits(&whole), 4);
+    rig.world.set_readable(1, true);
+    assert_eq!(rig.hits(&whole), 6);
+    rig.assert_at_rest();
+}
+
+/// Goal: what waits for room to be read and comes by a save meanwhile is used at once. Method: a device
+/// that has all the reads it may have and answers none; a query, a restore and a hint wait for it.
+#[test]
+fn pages_that_a_save_brings_are_used_by_those_who_wait_to_read_them() {
+    let config = CoreConfig { reads_in_flight_bytes: 4 * PAGE, ..generous(64 * PAGE) };
+    let mut rig = Rig::new(config, &[device(1, 128 * PAGE)], spec("model", PAGE));
+    let chains: Vec<_> = (1..5).map(|branch| chain(branch, 4)).collect();
+    for whole in &chains {
+        rig.stored_on_ssd_only(whole);
+    }
+    let Seat { session, scope, .. } = rig.seat;
+    let candidate = rig.world.query(session, scope, QueryMode::Candidate, &pages(&chains[1]));
+    let lease = rig.world.ended(session, candidate).completion.lease.expect("a lease");
+    let stuck = rig.query(rig.seat, &chains[0]);
+    assert_eq!(rig.in_flight(is_read), 4, "all that it may have");
+    let restore = rig.restore(rig.seat, lease, &chains[1], false);
+    let query = rig.query(rig.seat, &chains[2]);
+    let hint = rig.world.request(session, RequestBody::Prepare { scope }, &pages(&chains[3]), 0);
+    assert_eq!(rig.world.ended(session, hint).completion.pages, 4);
+    for whole in &chains[1..] {
+        rig.stored(whole);
+    }
+    rig.world.settle_only(is_copy(Direction::Restore));
+    let ended = rig.world.ended(session, restore).completion;
+    assert_eq!((ended.status, ended.pages), (Status::Ok, 4), "{ended:?}");
+    let ended = rig.world.ended(session, query).completion;
+    assert_eq!((ended.status, ended.pages), (Status::Ok, 4), "{ended:?}");
+    rig.release(rig.seat, ended.lease.expect("a lease"));
+    let stats = rig.world.core.stats();
+    assert_eq!(stats.prepare[PrepareOutcome::Prepared as usize], 4);
+    assert_eq!(stats.ssd_pages_read, 0);
+    assert_eq!((rig.in_flight(is_read), rig.world.core.gauges().operations), (4, 1));
+    rig.cancel(rig.seat, stuck);
+    rig.world.settle();
     rig.assert_at_rest();
 }

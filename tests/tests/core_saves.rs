@@ -3,10 +3,11 @@
 
 use orbitkv_manager::core::{CopyFault, CoreConfig, Direction, IoFault};
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
-use orbitkv_shm_protocol::ids::OperationId;
 use orbitkv_shm_protocol::record::{Code, PageEntry, PageOutcome, RequestBody, Status, flags};
 use orbitkv_tests::rig::{MILLISECOND, PAGE, Rig, Seat, generous};
-use orbitkv_tests::world::{Fate, Work, chain, extend, is_copy, is_read, pages, pages_after, spec};
+use orbitkv_tests::world::{
+    Fate, Work, chain, extend, is_copy, is_read, is_write, pages, pages_after, spec,
+};
 
 const STORED: (PageOutcome, Code) = (PageOutcome::Stored, Code::None);
 const PRESENT: (PageOutcome, Code) = (PageOutcome::Present, Code::None);
@@ -354,61 +355,92 @@ fn a_state_page_needs_no_parent() {
     assert_eq!(rig.world.core.gauges().pages, 2);
 }
 
-/// Four pages on SSD that a query reads while another engine's save of them has been copied and
-/// waits: its seat and operation.
-fn saved_while_read(rig: &mut Rig, deadline_ms: u32) -> (Seat, OperationId) {
-    let held = chain(1, 4);
-    rig.stored_on_ssd_only(&held);
-    rig.query(rig.seat, &held);
-    let other = rig.sit(2);
-    let save = rig.world.save_by(other.session, other.region, &pages(&held), deadline_ms);
-    rig.world.settle_only(is_copy(Direction::Save));
-    assert_eq!(rig.in_flight(is_read), 4);
-    assert!(rig.world.take_ended(other.session, save).is_none(), "a read is no replica yet");
-    (other, save)
-}
-
-/// Goal: a save never says of a page that it is present because of a read that then fails (COR-05).
-/// Method: the read of the first page ends in each way; what the save said to be stored or present
-/// must be found at once.
+/// Goal: what a save brings is there at once, whatever the device does, and a read that is on its way
+/// keeps its memory and its slot (COR-05). Method: four pages are saved while a query's reads of them
+/// are out; the first of those ends in each way.
 #[test]
-fn a_page_under_a_read_that_fails_is_stored_from_the_saves_own_copy() {
-    for fault in [IoFault::Checksum, IoFault::Errno(5), IoFault::Short, IoFault::Off] {
+fn a_page_that_is_saved_while_it_is_read_is_the_saved_one() {
+    let ways = [
+        (Fate::Good, 0),
+        (Fate::Io(IoFault::Off), 0),
+        (Fate::Io(IoFault::Checksum), 1),
+        (Fate::Io(IoFault::Errno(5)), 1),
+        (Fate::Io(IoFault::Short), 1),
+    ];
+    for (fate, writes) in ways {
         let mut rig = Rig::ssd(16, 16);
-        let (other, save) = saved_while_read(&mut rig, 0);
-        let first = rig.world.work.iter().position(is_read).expect("a read");
-        rig.fail(first, Fate::Io(fault));
-        rig.world.settle_only(is_read);
-        let ended = rig.world.ended(other.session, save);
-        assert_eq!(ended.completion.status, Status::Ok, "{fault:?}");
-        assert_eq!(ended.outcomes()[0], STORED, "{fault:?}");
-        assert_eq!(rig.hits_at_once(&chain(1, 4)), 4, "{fault:?}");
+        let held = chain(1, 4);
+        rig.stored_on_ssd_only(&held);
+        let query = rig.query(rig.seat, &held);
+        assert_eq!(rig.in_flight(is_read), 4);
+        rig.world.version = 1;
+        assert_eq!(rig.save(&held).outcomes(), [STORED; 4]);
+        let found = rig.world.ended(rig.seat.session, query).completion;
+        assert_eq!((found.status, found.pages), (Status::Ok, 4), "it waits for no read");
+        rig.release(rig.seat, found.lease.expect("a lease"));
+        assert_eq!(rig.hits_at_once(&held), 4, "{fate:?}");
+        let gauges = rig.world.core.gauges();
+        assert_eq!((gauges.pool_used_bytes, gauges.pool_draining_bytes), (8 * PAGE, 4 * PAGE));
+        rig.world.evict_dram();
+        assert_eq!(rig.resident(), 4, "what is being read is not evicted");
+
+        rig.fail(0, fate);
+        assert_eq!(rig.in_flight(is_write), writes, "it goes there again: {fate:?}");
+        rig.world.settle();
+        assert_eq!(rig.world.core.gauges().ssd_pages, 4, "{fate:?}");
+        let gauges = rig.world.core.gauges();
+        assert_eq!((gauges.pool_used_bytes, gauges.pool_draining_bytes), (4 * PAGE, 0));
+        assert_eq!(rig.hits_at_once(&held), 4, "{fate:?}");
+        rig.world.core.check_laws();
     }
 }
 
+/// A slot that is being read is nobody else's, even when its page cannot stay on SSD.
 #[test]
-fn a_page_under_a_read_that_ends_well_is_present() {
+fn a_page_that_was_saved_while_it_is_read_keeps_the_slot_until_the_end() {
     let mut rig = Rig::ssd(16, 16);
-    let (other, save) = saved_while_read(&mut rig, 0);
+    let held = chain(1, 2);
+    rig.stored_on_ssd_only(&held);
+    let query = rig.query(rig.seat, &held);
+    assert_eq!(rig.save(&held).outcomes(), [STORED; 2]);
+    let lease = rig.world.ended(rig.seat.session, query).completion.lease.expect("a lease");
+    rig.release(rig.seat, lease);
+    // The first page loses its slot, and does not get another.
+    rig.fail(0, Fate::Io(IoFault::Errno(5)));
+    let write = rig.world.work.iter().position(is_write).expect("it goes there again");
+    rig.fail(write, Fate::Io(IoFault::Errno(5)));
+    assert_eq!((rig.in_flight(is_read), rig.in_flight(is_write)), (1, 0));
+    assert_eq!(rig.world.core.device_usage(0).1, 1, "the slot that is being read");
+    assert_eq!(rig.hits_at_once(&held[..1]), 1);
     rig.world.settle();
-    assert_eq!(rig.world.ended(other.session, save).outcomes(), [PRESENT; 4]);
-    assert_eq!(rig.resident(), 4);
-    assert_eq!(rig.world.core.gauges().pool_used_bytes, 4 * PAGE, "the copies are given back");
+    assert_eq!(rig.world.core.device_usage(0).1, 0);
+    assert_eq!(rig.world.core.gauges().pool_draining_bytes, 0);
 }
 
+/// The memory of a read is nobody's until it ends, whatever becomes of its page.
 #[test]
-fn a_save_that_waits_for_a_read_ends_at_its_deadline_or_with_its_session() {
+fn a_page_that_was_saved_while_it_is_read_can_be_forgotten() {
     let mut rig = Rig::ssd(16, 16);
-    let (other, save) = saved_while_read(&mut rig, 20);
-    rig.world.advance(21 * MILLISECOND);
-    let ended = rig.world.ended(other.session, save);
-    assert_eq!(ended.outcomes(), [refused(Code::Deadline); 4]);
-    let again = rig.world.save(other.session, other.region, &pages(&chain(1, 4)));
-    rig.world.settle_only(is_copy(Direction::Save));
-    assert!(rig.world.take_ended(other.session, again).is_none());
-    rig.world.close(other.session);
-    assert!(!rig.world.clients.contains_key(&other.session.0), "it had nothing in flight");
-    assert_eq!(rig.world.core.gauges().pool_used_bytes, 4 * PAGE, "what the reads fill");
+    let held = chain(1, 4);
+    rig.stored_on_ssd_only(&held);
+    let hint = rig.world.request(
+        rig.seat.session,
+        RequestBody::Prepare { scope: rig.seat.scope },
+        &pages(&held),
+        0,
+    );
+    let _accepted = rig.world.ended(rig.seat.session, hint);
+    assert_eq!(rig.save(&held).outcomes(), [STORED; 4]);
+    let scope = rig.seat.scope;
+    rig.world.ask(rig.seat.session, RequestBody::Forget { scope });
+    rig.world.settle_only(|work| matches!(work, Work::Forget { .. }));
+    while rig.world.core.has_forgotten_pages() {
+        rig.world.pump();
+    }
+    assert_eq!(rig.hits_at_once(&held), 0);
+    assert_eq!(rig.world.core.gauges().pool_used_bytes, 8 * PAGE);
+    rig.fail(0, Fate::Io(IoFault::Errno(5)));
     rig.world.settle();
-    assert_eq!(rig.hits_at_once(&chain(1, 4)), 4);
+    rig.assert_at_rest();
+    assert_eq!(rig.world.core.gauges().pool_used_bytes, 0);
 }

@@ -6,7 +6,7 @@ use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::record::{QueryMode, Status};
 use orbitkv_tests::rig::{PAGE, generous};
-use orbitkv_tests::world::{World, chain, pages, spec};
+use orbitkv_tests::world::{World, chain, device, pages, spec};
 
 const LEN: usize = 5;
 
@@ -221,4 +221,65 @@ fn a_namespace_that_nothing_refers_to_makes_room() {
     assert_eq!(world.ended(other, query).completion.pages, 0, "another's pages are not its own");
     assert_eq!(world.core.gauges().namespaces, 3);
     world.core.check_laws();
+}
+
+/// Defines so many namespaces that nobody named before, each with a page.
+fn fill_namespaces(world: &mut World, session: SessionId, name: &str, count: usize) {
+    for number in 0..count {
+        let scope = world.namespace(session, &spec(&format!("{name} {number}"), PAGE));
+        let region = world.region(session, scope, 1);
+        let save = world.save(session, region, &pages(&chain(1, 1)));
+        world.settle();
+        assert_eq!(world.ended(session, save).completion.pages, 1);
+    }
+}
+
+/// Goal: one user cannot fill the table of namespaces, also not with pages that stay when he is gone,
+/// nor over a restart. Method: a table of 64, of which 8 are kept for users with less than 4; a user
+/// takes what he can, then others come.
+#[test]
+fn a_user_leaves_namespaces_to_others() {
+    let config = CoreConfig { namespaces_max: 64, ..generous(128 * PAGE) };
+    let mut world = World::new(config, &[device(1, 256 * PAGE)]);
+    let define = |world: &mut World, session, model: &str| {
+        world.core.define_namespace(session, &spec(model, PAGE)).map(|_| ())
+    };
+    let attach = |world: &mut World, uid| {
+        world.uid = uid;
+        world.attach(1)
+    };
+    let share =
+        |uid, held| Err(CoreRefusal::NamespaceShare { uid, held, kept: 8, limit: 64, share: 4 });
+    for life in 0..2 {
+        let greedy = attach(&mut world, 1);
+        if life == 0 {
+            fill_namespaces(&mut world, greedy, "first", 56);
+        } else {
+            // Whose it was is not on SSD: he has his share once more.
+            fill_namespaces(&mut world, greedy, "second", 4);
+        }
+        let held = [56, 4][life];
+        assert_eq!(define(&mut world, greedy, "more"), share(1, held));
+        assert_eq!(define(&mut world, greedy, "first 0"), Ok(()), "it is known");
+        world.close(greedy);
+        let again = attach(&mut world, 1);
+        assert_eq!(define(&mut world, again, "more"), share(1, held + life), "their pages stay");
+        let other = attach(&mut world, 2);
+        for number in 0..4 {
+            assert_eq!(define(&mut world, other, &format!("other {number}")), Ok(()));
+        }
+        let refused = if life == 0 {
+            share(2, 4)
+        } else {
+            Err(CoreRefusal::LimitReached { what: "namespace", limit: 64 })
+        };
+        assert_eq!(define(&mut world, other, "other 4"), refused);
+        // What nothing refers to makes room for all.
+        world.close(other);
+        let late = attach(&mut world, 2);
+        assert_eq!(define(&mut world, late, "other 4"), Ok(()));
+        world.core.check_laws();
+        world = world.crash(|| true);
+        assert_eq!(world.core.gauges().namespaces, 56);
+    }
 }

@@ -6,7 +6,6 @@
 mod churn;
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use orbitkv_engine::{
@@ -14,7 +13,7 @@ use orbitkv_engine::{
 };
 use orbitkv_shm_protocol::telemetry::{Metric, SsdFault};
 use orbitkv_tests::engine::{Engine, Shape, Way, blocks, hashes, image, namespace};
-use orbitkv_tests::manager::{Manager, Setup};
+use orbitkv_tests::manager::Manager;
 use orbitkv_tests::setup;
 
 const KIB: u64 = 1024;
@@ -59,24 +58,10 @@ fn cor_03_a_thousand_cancelled_saves_hold_old_bytes_or_a_miss() {
     manager.counted(Metric::SaveStoredPages, stored.into());
 }
 
-/// Where the one image is in the SSD file.
-fn place_of(setup: &Setup, image: &[u8]) -> u64 {
-    let file = File::open(setup.ssd_file()).unwrap();
-    let bytes = file.metadata().unwrap().len();
-    let mut start = [0; 64];
-    let mut places = (0..bytes).step_by(4096).filter(|&at| {
-        file.read_exact_at(&mut start, at).unwrap();
-        start == image[..64]
-    });
-    let at = places.next().expect("the image is on disk");
-    assert_eq!(places.next(), None, "it is there once");
-    at
-}
-
 /// A chain of eight pages that is on SSD only.
 fn eight_on_ssd(engine: &str) -> (Manager, Engine, Vec<PageHash>) {
     let manager = setup!().ssd("64MiB").flag("--ssd-engine", engine).start();
-    let mut engine = Engine::attach(&manager.socket(), namespace("cor-05", 256 * KIB), 8);
+    let mut engine = manager.attach("cor-05", 256 * KIB, 8);
     let pages = hashes(1, 0..8);
     engine.save_all(&pages);
     manager.evict();
@@ -92,7 +77,7 @@ fn cor_05_page_3_of_8_cannot_be_read() {
         for restores_first in [false, true] {
             let (manager, mut engine, pages) = eight_on_ssd(engine_kind);
             let bytes = image(&engine.spec, &pages[3]);
-            let at = place_of(manager.setup(), &bytes);
+            let at = manager.setup().place_of(&bytes);
             let file = File::options().write(true).open(manager.setup().ssd_file()).unwrap();
             let punch =
                 rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
@@ -129,7 +114,7 @@ fn cor_05_page_3_of_8_cannot_be_read() {
 fn cor_05_a_file_that_ends_too_early() {
     for engine_kind in ["blocking", "auto"] {
         let (manager, mut engine, pages) = eight_on_ssd(engine_kind);
-        let place = |hash| place_of(manager.setup(), &image(&engine.spec, hash));
+        let place = |hash| manager.setup().place_of(&image(&engine.spec, hash));
         let places: Vec<u64> = pages.iter().map(place).collect();
         assert!(places.is_sorted(), "written from the root");
         let file = File::options().write(true).open(manager.setup().ssd_file()).unwrap();
@@ -185,7 +170,7 @@ fn cor_09_two_hundred_sessions_read_back_their_own_pages() {
 fn eng_13_only_whole_pages_are_stored_and_held_blocks_stay() {
     const PAGE: u64 = 64 * KIB;
     let manager = setup!().start();
-    let mut engine = Engine::attach(&manager.socket(), namespace("eng-13", PAGE), 4);
+    let mut engine = manager.attach("eng-13", PAGE, 4);
     for (prompt, tokens) in [63_u32, 64, 65, 130].into_iter().enumerate() {
         let hashes = hashes(prompt as u64, 0..tokens.div_ceil(64));
         let whole = (tokens / 64) as usize;
@@ -220,7 +205,7 @@ fn eng_13_only_whole_pages_are_stored_and_held_blocks_stay() {
 #[test]
 fn cor_11_a_released_lease_is_gone_for_every_use() {
     let manager = setup!().start();
-    let mut engine = Engine::attach(&manager.socket(), namespace("cor-11", 4 * KIB), 4);
+    let mut engine = manager.attach("cor-11", 4 * KIB, 4);
     let pages = hashes(1, 0..4);
     engine.save_all(&pages);
     let lease = engine.query(&pages, QueryMode::Demand).ok().leased();

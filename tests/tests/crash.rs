@@ -31,7 +31,7 @@ use orbitkv_engine::{PageHash, QueryMode, engine_id_random};
 use orbitkv_shm_protocol::inspect::{self, Snapshot};
 use orbitkv_shm_protocol::telemetry::{Metric, SpillOutcome};
 use orbitkv_tests::confine::in_private_mounts;
-use orbitkv_tests::engine::{Engine, Way, blocks, hashes, namespace};
+use orbitkv_tests::engine::{Engine, Way, blocks, hashes};
 use orbitkv_tests::engine_process::{EngineProcess, Identity};
 use orbitkv_tests::faulty::{Effect, Fault, FaultyDisk, On, Requests};
 use orbitkv_tests::manager::{Manager, Setup};
@@ -321,16 +321,10 @@ fn a_kill_in_the_search_or_in_writes_costs_nothing_that_was_recorded() {
     const LATER_SLOTS: std::ops::Range<u64> = 40 * MIB..u64::MAX;
     for io in ["uring", "blocking"] {
         in_private_mounts(|| {
-            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            let disk = FaultyDisk::mount(&folder.path().join("disk"), Requests::Parallel);
-            let tier = disk.path().join("tier");
-            let mut setup = setup!()
-                .flags(&["--ssd-engine", io, "--ssd-capacity", "128MiB"])
-                .flags(&PATIENT)
-                .flag("--ssd", tier.to_str().unwrap());
-            let attach = |manager: &Manager| {
-                Engine::attach(&manager.socket(), namespace("recorded", PAGE), 8)
-            };
+            let disk = FaultyDisk::below(env!("CARGO_TARGET_TMPDIR"), Requests::Parallel);
+            let setup = setup!().flag("--ssd-engine", io).flags(&PATIENT);
+            let mut setup = setup.ssd_on(&disk, "128MiB");
+            let attach = |manager: &Manager| manager.attach("recorded", PAGE, 8);
             let mut recorded = 0;
             for (on, place) in
                 [(On::Writes, ALL), (On::Reads, SLOTS), (On::Reads, LATER_SLOTS), (On::Writes, ALL)]

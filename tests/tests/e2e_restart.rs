@@ -20,7 +20,7 @@ const MIB: u64 = 1024 * KIB;
 const SIZES: [u64; 3] = [16 * KIB, 256 * KIB, 3 * MIB];
 
 fn engine(manager: &Manager, page_bytes: u64) -> Engine {
-    Engine::attach(&manager.socket(), namespace("restart", page_bytes), 8)
+    manager.attach("restart", page_bytes, 8)
 }
 
 /// Chains of 8 pages: their sequence numbers.
@@ -130,7 +130,7 @@ fn cor_05_wrong_bytes_on_disk_are_a_miss() {
         assert_eq!(number(&setup.verify(), "torn"), 1);
 
         let manager = setup.start();
-        let mut engine = Engine::attach(&manager.socket(), namespace("restart", page_bytes), 8);
+        let mut engine = manager.attach("restart", page_bytes, 8);
         let hit = engine.query(&pages, QueryMode::Demand);
         assert_eq!(hit.pages, 5, "{hit:?}");
         let whole = blocks(&pages[..5], 0);
@@ -178,16 +178,8 @@ fn cor_05_a_restore_never_claims_the_page_that_cannot_be_read() {
 
 /// Changes one byte in the middle of the one image in the file.
 fn spoil(setup: &Setup, image: &[u8]) {
-    let file = File::options().read(true).write(true).open(setup.ssd_file()).unwrap();
-    let bytes = file.metadata().unwrap().len();
-    let mut start = [0; 64];
-    let mut places = (0..bytes).step_by(4096).filter(|&at| {
-        file.read_exact_at(&mut start, at).unwrap();
-        start == image[..64]
-    });
-    let at = places.next().expect("the image is on disk");
-    assert_eq!(places.next(), None, "it is there once");
-    let middle = at + image.len() as u64 / 2;
+    let file = File::options().write(true).open(setup.ssd_file()).unwrap();
+    let middle = setup.place_of(image) + image.len() as u64 / 2;
     file.write_all_at(&[!image[image.len() / 2]], middle).unwrap();
     file.sync_all().unwrap();
 }

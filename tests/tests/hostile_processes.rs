@@ -13,8 +13,8 @@ use orbitkv_shm_protocol::bootstrap::message::{
     ClientMessage, ManagerMessage, MemorySpec, Refusal,
 };
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
-use orbitkv_shm_protocol::ids::{PageHash, RegionId};
-use orbitkv_shm_protocol::record::{PageEntry, PageRange, Request, RequestBody};
+use orbitkv_shm_protocol::ids::RegionId;
+use orbitkv_shm_protocol::record::{PageRange, Request, RequestBody};
 use orbitkv_shm_protocol::telemetry::{CloseReason, Metric, Reason, RefuseReason};
 use orbitkv_tests::engine::namespace;
 use orbitkv_tests::manager::{Manager, PATIENCE};
@@ -204,12 +204,7 @@ fn region_over(raw: &Raw, memory: u32) -> RegionId {
 
 /// Submits one save of sixteen new pages.
 fn save_all(raw: &mut Raw, region: RegionId, generation: u32) {
-    for index in 0..16 {
-        let mut hash = [index as u8; 32];
-        hash[1..5].copy_from_slice(&generation.to_le_bytes());
-        hash[5..9].copy_from_slice(&raw.welcome.session.to_le_bytes());
-        raw.side.pages.write(index, PageEntry::page(PageHash(hash), index));
-    }
+    raw.fill_table(generation);
     let record = raw.record(&Request {
         operation: operation(0, generation),
         deadline_ms: 0,

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::ptr;
 
-use orbitkv_shm_protocol::ids::{PageHash, RegionId, ScopeId};
-use orbitkv_shm_protocol::record::{PageEntry, PageRange, QueryMode, Request, RequestBody};
+use orbitkv_shm_protocol::ids::{RegionId, ScopeId};
+use orbitkv_shm_protocol::record::{PageRange, QueryMode, Request, RequestBody};
 use orbitkv_shm_protocol::telemetry::{CloseReason, Metric};
 use orbitkv_tests::manager::Manager;
 use orbitkv_tests::raw::{GEOMETRY, Raw, operation};
@@ -46,16 +46,6 @@ impl Client {
         Self { raw, memory, scope, region }
     }
 
-    /// Writes sixteen entries that are this session's own.
-    fn fill_table(&self, round: u32) {
-        for index in 0..16 {
-            let mut hash = [index as u8; 32];
-            hash[1..5].copy_from_slice(&round.to_le_bytes());
-            hash[5..9].copy_from_slice(&self.raw.welcome.session.to_le_bytes());
-            self.raw.side.pages.write(index, PageEntry::page(PageHash(hash), index));
-        }
-    }
-
     fn request(&self, index: u32, generation: u32, body: RequestBody) -> Request {
         let range = match body {
             RequestBody::Ping => PageRange::default(),
@@ -80,7 +70,7 @@ fn resizing_and_punching_shared_memory_harms_nobody_else() {
         let mut client = Client::attach(&manager.socket());
         let (submission, completion) = (client.raw.submission_copy(), client.raw.completion_copy());
         for sent in 1..9_u64 {
-            client.fill_table(round * 9 + sent as u32);
+            client.raw.fill_table(round * 9 + sent as u32);
             let record = client.raw.record(&client.request(sent as u32, 1, client.save()));
             client.raw.submit(&[record]);
             if sent == 1 {
@@ -151,7 +141,7 @@ const MUTE_SOCKET: &str = "ORBITKV_TEST_MUTE_SOCKET";
 fn mute_client() {
     let Some(socket) = std::env::var_os(MUTE_SOCKET).map(PathBuf::from) else { return };
     let mut client = Client::attach(&socket);
-    client.fill_table(1);
+    client.raw.fill_table(1);
     let query = RequestBody::Query { scope: client.scope, mode: QueryMode::Demand };
     for (number, body) in [(1, client.save()), (2, query)] {
         let record = client.raw.record(&client.request(0, number, body));

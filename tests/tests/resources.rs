@@ -3,8 +3,7 @@
 //! panic or an OOM kill later.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -17,6 +16,7 @@ use orbitkv_tests::confine::{Mount, in_private_mounts, without_huge_pages};
 use orbitkv_tests::engine::{Engine, Shape, Way, blocks, hashes, namespace};
 use orbitkv_tests::manager::Manager;
 use orbitkv_tests::program::Program;
+use orbitkv_tests::prometheus;
 use orbitkv_tests::setup;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -25,21 +25,8 @@ const MIB: u64 = 1 << 20;
 
 /// Saves, evicts and restores a few pages: whatever it runs on, the bytes are right.
 fn round_trip(manager: &Manager, sequence: u64) {
-    let mut engine = Engine::attach(&manager.socket(), namespace("round", 64 * KIB), 16);
-    let pages = hashes(sequence, 0..16);
-    engine.save_all(&pages);
-    if !manager.inspect().ssd.is_empty() {
-        manager.evict();
-    }
-    assert_eq!(engine.restore_all(&pages), 16);
-}
-
-/// Lines of the log at level WARN.
-fn warnings(manager: &Manager) -> Vec<String> {
-    let log = manager.setup().log();
-    let warned = log.lines().filter(|line| line.contains(" WARN "));
-    // That the machine is busy is no finding here.
-    warned.filter(|line| !line.contains("too busy")).map(str::to_owned).collect()
+    let mut engine = manager.attach("round", 64 * KIB, 16);
+    manager.round_trip(&mut engine, &hashes(sequence, 0..16));
 }
 
 /// Goal: a /dev/shm that cannot hold what the Manager needs is found at the start, with path, both
@@ -183,7 +170,7 @@ fn res_03_too_little_memlock_is_said_once_and_shown_everywhere() {
     ];
     let setup = setup!().dram("1GiB").ssd("64MiB").flag("--http", "0").under(&confined);
     let manager = setup.start();
-    let said = warnings(&manager);
+    let said = manager.setup().warnings();
     assert_eq!(said.len(), 1, "{said:?}");
     for part in [
         "not registered",
@@ -197,7 +184,7 @@ fn res_03_too_little_memlock_is_said_once_and_shown_everywhere() {
     }
     let seen = manager.fresh();
     assert_eq!((seen.ssd[0].engine, seen.ssd[0].registered), ("uring", false));
-    let metrics = get(&seen.manager.http.unwrap(), "/metrics");
+    let metrics = prometheus::get(&seen.manager.http.unwrap(), "/metrics").body;
     let line = metrics.lines().find(|line| line.starts_with("orbitkv_ssd_device_registered{"));
     assert!(line.is_some_and(|line| line.ends_with(" 0")), "{line:?}");
     round_trip(&manager, 3);
@@ -205,16 +192,8 @@ fn res_03_too_little_memlock_is_said_once_and_shown_everywhere() {
     // Whom no memlock binds (root), it says nothing.
     let manager = setup!().ssd("64MiB").start();
     assert!(manager.fresh().ssd[0].registered);
-    assert_eq!(warnings(&manager), [""; 0]);
+    assert_eq!(manager.setup().warnings(), [""; 0]);
     manager.stop();
-}
-
-fn get(address: &str, path: &str) -> String {
-    let mut connection = TcpStream::connect(address).unwrap();
-    write!(connection, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    connection.read_to_string(&mut answer).unwrap();
-    answer
 }
 
 /// Goal: a limit of descriptors without room for one session is refused, one with room for a few is
@@ -237,7 +216,7 @@ fn too_few_descriptors_are_refused_or_warned_of() {
         .refused()
         .says(3, &["limit of open descriptors is 14", "needs", "ulimit -n", "LimitNOFILE"]);
     let manager = setup!().under(&["prlimit", "--nofile=64"]).start();
-    let said = warnings(&manager);
+    let said = manager.setup().warnings();
     assert_eq!(said.len(), 1, "{said:?}");
     for part in ["limit=64", "sessions_max=64", "ulimit -n", "LimitNOFILE"] {
         assert!(said[0].contains(part), "{part:?} is missing from {}", said[0]);
@@ -246,7 +225,7 @@ fn too_few_descriptors_are_refused_or_warned_of() {
     manager.stop();
     // A soft limit is raised to the hard one.
     let manager = setup!().under(&["prlimit", "--nofile=16:1024"]).start();
-    assert_eq!(warnings(&manager), [""; 0]);
+    assert_eq!(manager.setup().warnings(), [""; 0]);
     manager.stop();
 }
 
@@ -257,7 +236,7 @@ fn too_few_descriptors_are_refused_or_warned_of() {
 fn descriptors_used_up_by_clients_harm_no_session() {
     let limits = "[limits]\nsessions = 127\n[time]\nhandshake_timeout = \"60s\"\n";
     let manager = setup!().under(&["prlimit", "--nofile=64"]).config(limits).start();
-    let mut engine = Engine::attach(&manager.socket(), namespace("first", 16 * KIB), 8);
+    let mut engine = manager.attach("first", 16 * KIB, 8);
     let mut round = 0;
     let mut goes_on = |engine: &mut Engine| {
         round += 1;
@@ -298,7 +277,7 @@ fn descriptors_used_up_by_clients_harm_no_session() {
     drop((crowd, sessions));
     manager.settle("the others have left", |seen| seen.sessions.len() == 1);
     goes_on(&mut engine);
-    let mut late = Engine::attach(&manager.socket(), namespace("late", 16 * KIB), 8);
+    let mut late = manager.attach("late", 16 * KIB, 8);
     late.save_all(&hashes(99, 0..8));
     drop((engine, late));
     manager.stop();
@@ -415,7 +394,7 @@ fn res_05_a_full_disk_is_refused_at_start_or_of_no_concern() {
         let manager = setup.dram("32MiB").start();
         assert!(manager.fresh().ssd[0].preallocated);
         fill(&disk);
-        let mut engine = Engine::attach(&manager.socket(), namespace("full", 256 * KIB), 32);
+        let mut engine = manager.attach("full", 256 * KIB, 32);
         for sequence in 0..20 {
             engine.save_all(&hashes(sequence, 0..64));
         }
@@ -463,10 +442,10 @@ fn res_05_a_disk_that_fills_up_degrades_the_tier_and_it_comes_back() {
         let manager = setup.dram("32MiB").start();
         let seen = manager.fresh();
         assert_eq!((seen.ssd[0].preallocated, seen.ssd[0].health), (false, "healthy"));
-        let said = warnings(&manager);
+        let said = manager.setup().warnings();
         assert_eq!(said.len(), 1, "{said:?}");
         assert!(said[0].contains("cannot reserve space") && said[0].contains("disk/tier"));
-        let mut engine = Engine::attach(&manager.socket(), namespace("full", 256 * KIB), 32);
+        let mut engine = manager.attach("full", 256 * KIB, 32);
         for sequence in 0..2 {
             engine.save_all(&hashes(sequence, 0..32));
         }
@@ -542,13 +521,16 @@ fn res_07_huge_pages_that_are_not_there_are_refused_or_shown() {
     let manager =
         setup!().dram("32MiB").flag("--huge-pages", "prefer").start_by(without_huge_pages);
     assert_eq!(manager.fresh().pool.page_mode, "4k");
-    let said = warnings(&manager);
+    let said = manager.setup().warnings();
     assert!(said.len() == 1 && said[0].contains("4 KiB pages"), "{said:?}");
     round_trip(&manager, 1);
     manager.stop();
     // Asked for: nothing to warn of.
     let manager = setup!().dram("32MiB").start_by(without_huge_pages);
-    assert_eq!((manager.fresh().pool.page_mode.as_str(), warnings(&manager).len()), ("4k", 0));
+    assert_eq!(
+        (manager.fresh().pool.page_mode.as_str(), manager.setup().warnings().len()),
+        ("4k", 0)
+    );
     manager.stop();
     drop(none);
     let half = Reserve::set(8);
@@ -667,7 +649,7 @@ fn res_11_a_page_larger_than_a_tier_is_refused_when_defined() {
 fn res_11_a_tier_of_one_page_is_written_at_most_once_a_page() {
     const PAGE: u64 = MIB - 4 * KIB;
     let manager = setup!().dram("32MiB").ssd("2MiB").start();
-    let mut engine = Engine::attach(&manager.socket(), namespace("one", PAGE), 4);
+    let mut engine = manager.attach("one", PAGE, 4);
     for sequence in 0..100 {
         engine.save_all(&hashes(sequence, 0..1));
     }

@@ -27,19 +27,10 @@ fn on_a_disk(body: impl Fn(&FaultyDisk, Setup) + Send + Sync) {
 fn on_a_disk_of(capacity: &str, body: impl Fn(&FaultyDisk, Setup) + Send + Sync) {
     for io in ["uring", "blocking"] {
         in_private_mounts(|| {
-            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            let disk = FaultyDisk::mount(&folder.path().join("disk"), Requests::Parallel);
-            let tier = disk.path().join("tier");
-            let setup = setup!()
-                .flags(&["--ssd-engine", io, "--ssd-capacity", capacity])
-                .flag("--ssd", tier.to_str().unwrap());
-            body(&disk, setup);
+            let disk = FaultyDisk::below(env!("CARGO_TARGET_TMPDIR"), Requests::Parallel);
+            body(&disk, setup!().flag("--ssd-engine", io).ssd_on(&disk, capacity));
         });
     }
-}
-
-fn attach(manager: &Manager, model: &str, page_bytes: u64) -> Engine {
-    Engine::attach(&manager.socket(), namespace(model, page_bytes), 16)
 }
 
 fn device(manager: &Manager, number: usize) -> DeviceView {
@@ -54,7 +45,7 @@ fn spilled(manager: &Manager, outcome: SpillOutcome) -> u64 {
 fn with_two_chains(setup: Setup, page_bytes: u64) -> Setup {
     let manager = setup.start();
     for model in ["kept", "forgotten"] {
-        attach(&manager, model, page_bytes).save_all(&hashes(1, 0..8));
+        manager.attach(model, page_bytes, 16).save_all(&hashes(1, 0..8));
     }
     manager.settle_empty();
     manager.kill()
@@ -67,13 +58,13 @@ fn dram_is_served_while_nothing_of_the_tier_is_known() {
         let hang = disk.inject(Fault::new(On::Reads, Effect::Hang).within(SLOTS));
         // In this order: dropped the other way round, a Manager that hangs could not end.
         let (manager, hang) = (setup.start_early(), hang);
-        let mut kept = attach(&manager, "kept", 64 * KIB);
+        let mut kept = manager.attach("kept", 64 * KIB, 16);
         let (old, new) = (hashes(1, 0..8), hashes(2, 0..8));
         assert_eq!(kept.query(&old, QueryMode::Demand).ok().pages, 0, "not found yet");
         kept.save_all(&new);
         kept.save_all(&old[..3]);
         assert_eq!((kept.restore_all(&new), kept.restore_all(&old)), (8, 3));
-        let mut forgotten = attach(&manager, "forgotten", 64 * KIB);
+        let mut forgotten = manager.attach("forgotten", 64 * KIB, 16);
         let scope = forgotten.scope;
         let forget = forgotten.client.forget(&scope).unwrap();
         forgotten.save_all(&old[..2]);
@@ -105,8 +96,8 @@ fn dram_is_served_while_nothing_of_the_tier_is_known() {
         drop((kept, forgotten));
         // The next life finds the same.
         let manager = manager.kill().start();
-        let mut kept = attach(&manager, "kept", 64 * KIB);
-        let mut forgotten = attach(&manager, "forgotten", 64 * KIB);
+        let mut kept = manager.attach("kept", 64 * KIB, 16);
+        let mut forgotten = manager.attach("forgotten", 64 * KIB, 16);
         assert_eq!(all(&mut kept, &mut forgotten), [8, 8, 2]);
     });
 }
@@ -123,7 +114,7 @@ fn a_stop_and_an_eviction_end_while_the_tier_is_searched() {
             let slow = disk.inject(Fault::new(On::Reads, slow).within(SLOTS));
             let hang = disk.inject(Fault::new(On::Reads, Effect::Hang).within(SLOTS));
             let (manager, hang) = (setup.start_early(), hang);
-            let mut engine = attach(&manager, "kept", 64 * KIB);
+            let mut engine = manager.attach("kept", 64 * KIB, 16);
             let new: Vec<PageHash> = hashes(1000 + pause, 0..4);
             engine.save_all(&new);
             let socket = manager.socket();
@@ -141,7 +132,7 @@ fn a_stop_and_an_eviction_end_while_the_tier_is_searched() {
             drop(slow);
         }
         let manager = setup.start();
-        let mut engine = attach(&manager, "kept", 64 * KIB);
+        let mut engine = manager.attach("kept", 64 * KIB, 16);
         assert_eq!(engine.restore_all(&hashes(1, 0..8)), 8);
         let written = engine.restore_all(&hashes(1000, 0..4));
         assert_eq!(written, 4, "there was time for it");
@@ -162,7 +153,7 @@ fn a_file_that_cannot_be_read_is_left_out() {
         let models = ["kept", "forgotten"];
         let roots: Vec<PageHash> = (0..8).flat_map(|root| hashes(root, 0..1)).collect();
         for (size, model) in sizes.into_iter().flat_map(|size| models.map(|model| (size, model))) {
-            let mut engine = attach(&manager, model, size);
+            let mut engine = manager.attach(model, size, 16);
             roots.iter().for_each(|root| engine.save_all(&[*root]));
         }
         manager.settle_empty();
@@ -170,7 +161,7 @@ fn a_file_that_cannot_be_read_is_left_out() {
         assert!((1..32).contains(&on_plain), "{:?}", manager.fresh().ssd);
         let setup = manager.kill();
         let found = |manager: &Manager, model: &str, size: u64| -> u64 {
-            let mut engine = attach(manager, model, size);
+            let mut engine = manager.attach(model, size, 16);
             roots.iter().map(|root| u64::from(engine.restore_all(&[*root]))).sum()
         };
 
@@ -189,14 +180,14 @@ fn a_file_that_cannot_be_read_is_left_out() {
         let writes = disk.served().writes;
         // Of a size that has its region on the other file.
         let size = sizes[usize::from(left[0] == 0)];
-        let mut engine = attach(&manager, "kept", size);
+        let mut engine = manager.attach("kept", size, 16);
         engine.save_all(&hashes(100, 0..8));
         manager.settle_empty();
         manager.evict();
         assert_eq!(engine.restore_all(&hashes(100, 0..8)), 8);
         assert_eq!(disk.served().writes, writes, "nothing is written there");
         for size in sizes {
-            let mut engine = attach(&manager, "forgotten", size);
+            let mut engine = manager.attach("forgotten", size, 16);
             let scope = engine.scope;
             let forget = engine.client.forget(&scope).unwrap();
             let _recorded = engine.end(forget).ok();
@@ -234,7 +225,7 @@ fn a_footer_that_cannot_be_read_costs_its_page_only() {
         drop(bad);
         assert_eq!(manager.fresh().counters.get(Metric::SsdRecoveredPages), 15);
         for (model, pages) in [("kept", 7), ("forgotten", 8)] {
-            let mut engine = attach(&manager, model, PAGE);
+            let mut engine = manager.attach(model, PAGE, 16);
             assert_eq!(engine.restore_all(&hashes(1, 0..8)), pages, "{model}");
         }
     });

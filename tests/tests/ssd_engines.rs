@@ -5,7 +5,7 @@
 use orbitkv_engine::{PageHash, QueryMode};
 use orbitkv_shm_protocol::telemetry::{Metric, SsdFault};
 use orbitkv_tests::confine::{in_private_mounts, without_calls};
-use orbitkv_tests::engine::{Engine, blocks, hashes, namespace};
+use orbitkv_tests::engine::{Engine, blocks, hashes};
 use orbitkv_tests::faulty::{Effect, Fault, FaultyDisk, On, Requests};
 use orbitkv_tests::manager::Manager;
 use orbitkv_tests::setup;
@@ -128,12 +128,9 @@ fn outcome(
 /// Those rows of the table that `applies`, with one mode. So few failures are no reason to give a
 /// device up.
 fn check(flags: &[&str], page_bytes: u64, requests: Requests, applies: fn(&Row) -> bool) {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let disk = FaultyDisk::mount(&folder.path().join("disk"), requests);
-    let tier = disk.path().join("tier");
-    let setup = setup!().dram("16MiB").flag("--ssd", tier.to_str().unwrap());
-    let manager = setup.flag("--ssd-capacity", "64MiB").flags(flags).start();
-    let mut client = Engine::attach(&manager.socket(), namespace("twins", page_bytes), 1);
+    let disk = FaultyDisk::below(env!("CARGO_TARGET_TMPDIR"), requests);
+    let manager = setup!().dram("16MiB").ssd_on(&disk, "64MiB").flags(flags).start();
+    let mut client = manager.attach("twins", page_bytes, 1);
     let mut pages = (0..).flat_map(|sequence| hashes(sequence, 0..1));
     for row in table().into_iter().filter(applies) {
         let page = pages.next().unwrap();
@@ -211,13 +208,10 @@ fn threads_through_the_page_cache_have_every_outcome_of_the_table() {
 fn io_uring_that_completes_a_part_by_itself_never_gives_a_wrong_byte() {
     for direct in ["on", "off"] {
         in_private_mounts(|| {
-            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            let disk = FaultyDisk::mount(&folder.path().join("disk"), Requests::ByThread);
-            let tier = disk.path().join("tier");
-            let setup = setup!().dram("16MiB").flag("--ssd", tier.to_str().unwrap());
-            let flags = ["--ssd-capacity", "64MiB", "--ssd-engine", "uring", "--ssd-direct"];
-            let manager = setup.flags(&flags).flags(&[direct]).start();
-            let mut client = Engine::attach(&manager.socket(), namespace("part", PAGES[1]), 1);
+            let disk = FaultyDisk::below(env!("CARGO_TARGET_TMPDIR"), Requests::ByThread);
+            let setup = setup!().dram("16MiB").ssd_on(&disk, "64MiB");
+            let manager = setup.flags(&["--ssd-engine", "uring", "--ssd-direct", direct]).start();
+            let mut client = manager.attach("part", PAGES[1], 1);
             for (sequence, bytes) in (0..).zip([4096, 5000, 65536, u32::MAX]) {
                 for (at, on) in [On::Reads, On::Writes].into_iter().enumerate() {
                     let page = &hashes(2 * sequence + at as u64, 0..1)[0];

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Instant;
 
 use orbitkv_shm_protocol::telemetry::{HeldIn, Metric, SpillOutcome};
-use orbitkv_tests::engine::{Engine, blocks, hashes, namespace};
+use orbitkv_tests::engine::{Engine, blocks, hashes};
 use orbitkv_tests::manager::{Manager, PATIENCE};
 use orbitkv_tests::setup;
 
@@ -52,10 +52,7 @@ fn work(manager: &Manager, engine: &mut Engine, of: u64) {
 fn nothing_is_lost(engine: &str) {
     let flags = ["--ssd-engine", engine];
     let manager = &setup!().dram("32MiB").ssd("192MiB").flags(&flags).start();
-    let attach = |of: u64| {
-        let spec = namespace(&format!("turnover-{of}"), PAGE);
-        (of, Engine::attach(&manager.socket(), spec, CHAIN_PAGES))
-    };
+    let attach = |of: u64| (of, manager.attach(&format!("turnover-{of}"), PAGE, CHAIN_PAGES));
     let mut engines: Vec<_> = (0..ENGINES).map(attach).collect();
     thread::scope(|scope| {
         for (of, engine) in &mut engines {

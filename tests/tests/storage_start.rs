@@ -7,7 +7,7 @@ use std::path::Path;
 
 use orbitkv_shm_protocol::telemetry::{Metric, TELEMETRY_BYTES};
 use orbitkv_tests::confine::{Mount, in_private_mounts, without_calls};
-use orbitkv_tests::engine::{Engine, hashes, namespace};
+use orbitkv_tests::engine::{Engine, hashes};
 use orbitkv_tests::manager::{Manager, Setup, telemetry_file};
 use orbitkv_tests::setup;
 use rustix::io::Errno;
@@ -17,24 +17,12 @@ const MIB: u64 = 1 << 20;
 const PAGES: u32 = 32;
 
 fn engine(manager: &Manager) -> Engine {
-    Engine::attach(&manager.socket(), namespace("start", 64 * KIB), 16)
+    manager.attach("start", 64 * KIB, 16)
 }
 
 /// Saves a chain and finds it again, from SSD where there is one.
 fn round_trip(manager: &Manager, sequence: u64) {
-    let mut engine = engine(manager);
-    engine.save_all(&hashes(sequence, 0..PAGES));
-    if !manager.inspect().ssd.is_empty() {
-        manager.evict();
-    }
-    assert_eq!(engine.restore_all(&hashes(sequence, 0..PAGES)), PAGES);
-}
-
-fn warnings(manager: &Manager) -> Vec<String> {
-    let log = manager.setup().log();
-    let warned = log.lines().filter(|line| line.contains(" WARN "));
-    // That the machine is busy is no finding here.
-    warned.filter(|line| !line.contains("too busy")).map(str::to_owned).collect()
+    manager.round_trip(&mut engine(manager), &hashes(sequence, 0..PAGES));
 }
 
 fn state(manager: &Manager) -> &'static str {
@@ -187,7 +175,7 @@ fn ssd_05_io_uring_that_is_refused_is_said_once_and_shown() {
             let hint = ["io_uring", word, "seccomp", "kernel.io_uring_disabled", "blocking"];
             setup.refused().says(3, &[&["--ssd"], &hint[..]].concat());
             let manager = setup!().ssd("64MiB").start();
-            let said = warnings(&manager);
+            let said = manager.setup().warnings();
             assert_eq!(said.len(), 1, "{said:?}");
             for part in ["io_uring", word, "seccomp", "kernel.io_uring_disabled", "threads"] {
                 assert!(said[0].contains(part), "{part:?} is missing from {}", said[0]);
@@ -203,7 +191,7 @@ fn ssd_05_io_uring_that_is_refused_is_said_once_and_shown() {
             manager.stop();
             // Asked for: nothing to say.
             let manager = setup!().ssd("64MiB").flag("--ssd-engine", "blocking").start();
-            assert_eq!(warnings(&manager), [""; 0]);
+            assert_eq!(manager.setup().warnings(), [""; 0]);
             manager.stop();
         });
     }
@@ -217,7 +205,7 @@ fn ssd_05_a_refused_register_costs_only_the_registered_buffers() {
         without_calls(REGISTER, errno, || {
             for engine in ["auto", "uring"] {
                 let manager = setup!().ssd("64MiB").flag("--ssd-engine", engine).start();
-                let said = warnings(&manager);
+                let said = manager.setup().warnings();
                 assert_eq!(said.len(), 1, "{said:?}");
                 for part in ["not registered", "io_uring_register", "refused=2", "rings=2"] {
                     assert!(said[0].contains(part), "{part:?} is missing from {}", said[0]);
@@ -280,7 +268,7 @@ fn ssd_07_file_systems_that_cannot_do_everything() {
                 setup = setup.flags(&["--ssd", &tier, "--ssd-capacity", "64MiB"]);
                 let _old_log = fs::remove_file(setup.log_file());
                 let manager = setup.flag("--ssd-engine", engine).start();
-                let warned = warnings(&manager);
+                let warned = manager.setup().warnings();
                 assert_eq!(warned.len(), 1, "{warned:?}");
                 assert!(warned[0].contains(said) && warned[0].contains(&tier), "{warned:?}");
                 let seen = manager.fresh();

@@ -322,17 +322,22 @@ fn another_seed_never_hits() {
     drop(manager);
 }
 
+/// A replay whose Manager was killed in the middle of the trace.
+fn orphaned(folder: &Folder, trace: &Path, reattach: &str) -> Replay {
+    let socket = folder.path("s");
+    let manager = Manager::start(&socket);
+    let replay = Replay::paced(folder, trace, &socket, reattach);
+    std::thread::sleep(Duration::from_millis(1500));
+    manager.kill();
+    replay
+}
+
 #[test]
 fn engines_attach_again_when_the_manager_comes_back() {
     let folder = Folder::new();
-    let socket = folder.path("s");
-    let manager = Manager::start(&socket);
     // Three seconds of trace, so that the kill falls into it.
-    let trace = folder.trace(5, 20, 10, 30);
-    let replay = Replay::paced(&folder, &trace, &socket, "30s");
-    std::thread::sleep(Duration::from_millis(1500));
-    manager.kill();
-    let manager = Manager::start(&socket);
+    let replay = orphaned(&folder, &folder.trace(5, 20, 10, 30), "30s");
+    let manager = Manager::start(&folder.path("s"));
     let (exit, json, said) = replay.end();
     assert_eq!(exit, Some(0), "{said}{json:#}");
     assert_sums(&json);
@@ -344,12 +349,7 @@ fn engines_attach_again_when_the_manager_comes_back() {
 #[test]
 fn a_manager_that_stays_away_is_1_with_the_json_written() {
     let folder = Folder::new();
-    let socket = folder.path("s");
-    let manager = Manager::start(&socket);
-    let trace = folder.trace(5, 40, 10, 50);
-    let replay = Replay::paced(&folder, &trace, &socket, "200ms");
-    std::thread::sleep(Duration::from_millis(1500));
-    manager.kill();
+    let replay = orphaned(&folder, &folder.trace(5, 40, 10, 50), "200ms");
     let (exit, json, said) = replay.end();
     assert_eq!(exit, Some(1), "{said}");
     let failures = json["failures"].to_string();
@@ -359,7 +359,7 @@ fn a_manager_that_stays_away_is_1_with_the_json_written() {
     assert_eq!(n("pages_hit_dram") + n("pages_hit_ssd") + n("pages_missed"), n("pages_total"));
     assert!(n("requests") > 0 && n("requests") < 200);
     // The next one at this socket takes what the killed one left in shared memory.
-    drop(Manager::start(&socket));
+    drop(Manager::start(&folder.path("s")));
 }
 
 #[test]

@@ -19,6 +19,8 @@ pub enum Event<'a> {
         session: SessionId,
         /// Its attachment group.
         engine: EngineId,
+        /// User id of its process, as the kernel says it.
+        uid: u32,
         /// Operations it may have outstanding (its ring capacity).
         credits: u32,
         /// Entries of its page table.

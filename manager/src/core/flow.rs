@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use orbitkv_shm_protocol::ids::SessionId;
 use orbitkv_shm_protocol::record::{Code, Completion, PageOutcome, Status};
 
-use super::effect::{CopyPage, Direction, Effect, Effects, FenceWait, ImageIdentity, Slot};
+use super::effect::{CopyPage, Direction, Effect, Effects, Extent, FenceWait, ImageIdentity, Slot};
 use super::event::{CopyFault, IoFault, Nanos, Ticket};
 use super::in_flight::{Devices, InFlight, Urgency};
 use super::index::{Page, PageId};
@@ -27,10 +27,41 @@ const NIL: u32 = u32::MAX;
 #[derive(Debug)]
 pub(super) enum Work {
     Free,
-    Copy { job: JobRef, session: SessionId, direction: Direction, first: u32, len: u32, long: bool },
-    Read { page: PageId, device: u16, bytes: u64 },
-    Write { page: PageId, slot: Slot, image: ImageIdentity, bytes: u64 },
-    Forget { job: Option<JobRef> },
+    Copy {
+        job: JobRef,
+        session: SessionId,
+        direction: Direction,
+        first: u32,
+        len: u32,
+        /// Its session counts it, see [`LONG_COPIES_PER_SESSION_MAX`].
+        long: bool,
+    },
+    Read {
+        page: PageId,
+        slot: Slot,
+        bytes: u64,
+        /// What it fills, when that is the page's no more: see [`Page::overtaken`].
+        left: Option<Extent>,
+    },
+    Write {
+        page: PageId,
+        slot: Slot,
+        image: ImageIdentity,
+        bytes: u64,
+    },
+    Forget {
+        job: Option<JobRef>,
+    },
+}
+
+impl Work {
+    /// Bytes of memory that it alone holds.
+    pub(super) fn left_bytes(&self) -> u64 {
+        match self {
+            Self::Read { left: Some(extent), .. } => extent.bytes.into(),
+            _ => 0,
+        }
+    }
 }
 
 /// An operation that waits for a page to be read.
@@ -102,6 +133,18 @@ impl Flow {
 
     pub(super) fn copies_in_flight(&self) -> u32 {
         self.copies_in_flight.iter().sum::<u32>() + self.long_copies_in_flight
+    }
+
+    /// Lets the read of a page keep the memory that it fills.
+    pub(super) fn leave_to_read(&mut self, of: PageId, extent: Extent) {
+        let reads = self.work.iter_mut().find_map(|(_, work)| match work {
+            Work::Read { page, left, .. } if *page == of => Some(left),
+            _ => None,
+        });
+        debug_assert!(reads.is_some(), "no read fills it");
+        if let Some(left) = reads {
+            *left = Some(extent);
+        }
     }
 
     /// Everything that was ordered and has not ended.
@@ -406,12 +449,16 @@ impl Core {
     }
 
     pub(super) fn pump_reads(&mut self, now: Nanos, out: &mut Effects) {
+        let Self { flow, jobs, pages, .. } = self;
+        flow.ssd.look_again(|reader| {
+            let next = jobs.get(reader).and_then(Job::next_page);
+            next.is_none_or(|page| pages[page].is_resident())
+        });
         loop {
             self.feed_starved();
             self.give_read_turns(now, out);
             // What ended meanwhile may have let go of memory that somebody waits for.
-            let again = self.flow.memory_moved && !self.flow.starved.is_empty();
-            if !again || !self.flow.ssd.may_read(Urgency::Demand) {
+            if !self.flow.memory_moved || self.flow.starved.is_empty() {
                 return;
             }
         }
@@ -476,6 +523,7 @@ impl Core {
             return ReadTurn::Over;
         };
         if let ReadStart::NoRoom(device) = started {
+            self.pages[page].wanted = true;
             return ReadTurn::NoRoom(device);
         }
         *next_issue += 1;
@@ -490,7 +538,8 @@ impl Core {
                 // Nothing waits while it holds a partial lease: cut here.
                 *cut = position.min(*cut);
                 let ended = *pending == 0;
-                let code = if started == ReadStart::Gone { Code::IoError } else { Code::NoMemory };
+                let full = started == ReadStart::NoMemory;
+                let code = if full { Code::NoMemory } else { Code::IoError };
                 job.stop = None;
                 job.stop_at(code, None);
                 if ended {
@@ -512,12 +561,16 @@ impl Core {
         if found.is_resident() {
             return ReadStart::Resident;
         }
-        if found.reading {
-            return ReadStart::Waits;
-        }
         let (Some(slot), true) = (found.slot, found.indexed || found.pins > 0) else {
             return ReadStart::Gone;
         };
+        if !self.flow.ssd.is_readable(slot.device) {
+            self.stats.ssd_read_errors[IoFault::Off.index()] += 1;
+            return ReadStart::Unreadable;
+        }
+        if found.reading {
+            return ReadStart::Waits;
+        }
         if !self.flow.ssd.has_read_room(slot.device, urgency) {
             return ReadStart::NoRoom(slot.device);
         }
@@ -535,7 +588,7 @@ impl Core {
         found.reading = true;
         found.io += 1;
         let bytes = u64::from(extent.bytes);
-        let ticket = self.flow.start(Work::Read { page, device: slot.device, bytes });
+        let ticket = self.flow.start(Work::Read { page, slot, bytes, left: None });
         self.flow.ssd.start_read(slot.device, bytes);
         out.list.push(Effect::Read { ticket, slot, extent, image_bytes, checksum });
         ReadStart::Waits
@@ -565,29 +618,32 @@ impl Core {
         fault: Option<IoFault>,
         out: &mut Effects,
     ) {
-        let Work::Read { page, device, bytes } = self.flow.end(ticket) else { return };
-        self.flow.ssd.end_read(device, bytes);
+        let Work::Read { page, slot, bytes, left } = self.flow.end(ticket) else { return };
+        self.flow.ssd.end_read(slot.device, bytes);
+        self.flow.memory_moved = true;
+        if let Some(extent) = left {
+            return self.overtaken_read_ended(page, extent, bytes, fault, out);
+        }
         // Held until everyone has been told.
         self.pin(page);
-        self.flow.memory_moved = true;
         let found = &mut self.pages[page];
         found.reading = false;
         found.io -= 1;
-        let mut waiter = std::mem::replace(&mut found.waiters, NIL);
+        let waiters = std::mem::replace(&mut found.waiters, NIL);
         match fault {
             None => {
                 self.stats.ssd_pages_read += 1;
                 self.stats.ssd_bytes_read += bytes;
                 found.checksum = found.slot_checksum;
+                self.wake_wanting(page);
             }
             Some(fault) => {
                 self.stats.ssd_read_errors[fault.index()] += 1;
-                let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
                 self.detach_extent(page);
                 // A tier that takes no work now may still hold the image.
                 let lost = fault != IoFault::Off;
                 if lost {
-                    self.detach_slot(page, retire, out);
+                    self.detach_slot(page, is_slots_fault(fault), out);
                 }
                 // Without a replica it is gone, and everything behind it.
                 if lost && self.pages[page].indexed {
@@ -595,12 +651,7 @@ impl Core {
                 }
             }
         }
-        while waiter != NIL {
-            let Waiter { job, position, next } = self.flow.waiters[waiter as usize];
-            self.flow.free_waiters.push(waiter);
-            waiter = next;
-            self.page_arrived(now, job, position, fault, out);
-        }
+        self.tell(now, waiters, fault, out);
         let parent = self.pages.parent(page);
         let last = self.pages[page].pins == 1;
         self.unpin(page, out);
@@ -608,6 +659,94 @@ impl Core {
         if last {
             self.touch_upwards(parent, 0);
         }
+    }
+
+    /// Tells those who waited for a read what became of it.
+    fn tell(&mut self, now: Nanos, waiters: u32, fault: Option<IoFault>, out: &mut Effects) {
+        let mut waiter = waiters;
+        while waiter != NIL {
+            let Waiter { job, position, next } = self.flow.waiters[waiter as usize];
+            self.flow.free_waiters.push(waiter);
+            waiter = next;
+            self.page_arrived(now, job, position, fault, out);
+        }
+    }
+
+    /// Tells those who wait for the read of a page that they need not: a save brought the image.
+    pub(super) fn overtake(&mut self, now: Nanos, page: PageId, out: &mut Effects) {
+        let waiters = std::mem::replace(&mut self.pages[page].waiters, NIL);
+        self.tell(now, waiters, None, out);
+    }
+
+    /// A read ended whose page has another image of a save by now: only what it says of the slot
+    /// matters.
+    fn overtaken_read_ended(
+        &mut self,
+        page: PageId,
+        extent: Extent,
+        bytes: u64,
+        fault: Option<IoFault>,
+        out: &mut Effects,
+    ) {
+        self.free_memory(extent);
+        self.draining_bytes -= u64::from(extent.bytes);
+        let found = &mut self.pages[page];
+        found.overtaken = false;
+        found.io -= 1;
+        match fault {
+            None => {
+                self.stats.ssd_pages_read += 1;
+                self.stats.ssd_bytes_read += bytes;
+            }
+            Some(fault) => {
+                self.stats.ssd_read_errors[fault.index()] += 1;
+                if fault != IoFault::Off {
+                    self.detach_slot(page, is_slots_fault(fault), out);
+                    if self.pages[page].indexed && !self.is_gone(page) {
+                        // It was wanted there before.
+                        self.offer_chain(page);
+                    } else {
+                        self.give_up_below(page);
+                    }
+                }
+            }
+        }
+        self.bury(page, out);
+    }
+
+    /// Says whether pages can be read from an SSD device. Who waits for one that ceases to read is
+    /// told at once; the reads themselves keep their memory until they end.
+    pub fn set_device_readable(
+        &mut self,
+        now: Nanos,
+        device: u16,
+        readable: bool,
+        out: &mut Effects,
+    ) {
+        if self.flow.ssd.is_readable(device) == readable {
+            return;
+        }
+        self.flow.ssd.set_readable(device, readable);
+        if readable {
+            return;
+        }
+        let read_there = |work: &Work| match work {
+            Work::Read { page, slot, left: None, .. } if slot.device == device => Some(*page),
+            _ => None,
+        };
+        let pages: Vec<PageId> = self.flow.under_way().filter_map(read_there).collect();
+        for page in pages {
+            let waiters = std::mem::replace(&mut self.pages[page].waiters, NIL);
+            self.tell(now, waiters, Some(IoFault::Off), out);
+        }
+        self.end_drains(now, out);
+    }
+
+    /// Whether a page can be brought into DRAM, or is there.
+    pub(super) fn is_at_hand(&self, page: PageId) -> bool {
+        let found = &self.pages[page];
+        let readable = |slot: Slot| self.flow.ssd.is_readable(slot.device);
+        found.is_resident() || found.slot.is_some_and(readable)
     }
 
     fn page_arrived(
@@ -645,7 +784,6 @@ impl Core {
             Stage::Restore { .. } => {
                 self.restore_page_arrived(now, reference, position, fault, out)
             }
-            Stage::Save { .. } => self.saved_page_was_read(now, reference, out),
             _ => {}
         }
     }
@@ -678,6 +816,11 @@ impl Core {
     }
 }
 
+/// Whether the place on SSD is to blame.
+pub(super) fn is_slots_fault(fault: IoFault) -> bool {
+    matches!(fault, IoFault::Errno(_) | IoFault::Short)
+}
+
 /// How an order to read a page went.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ReadStart {
@@ -689,6 +832,8 @@ pub(super) enum ReadStart {
     NoMemory,
     /// It is in no tier any more.
     Gone,
+    /// Its device reads nothing at the moment.
+    Unreadable,
     /// Its device has as many reads in flight as it may.
     NoRoom(u16),
 }

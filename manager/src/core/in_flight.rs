@@ -2,7 +2,8 @@
 //!
 //! The bounds are those of one device: one that does not answer keeps what it has, and the others have
 //! all that is theirs. An operation whose next page lies on a device without room waits for that
-//! device, and out of the way of those whose pages lie elsewhere.
+//! device, and out of the way of those whose pages lie elsewhere. Nobody waits for a device that is
+//! known not to read: what lies there only is missing for as long.
 
 use std::collections::VecDeque;
 
@@ -35,6 +36,10 @@ pub(super) struct InFlight {
 #[derive(Debug, Default)]
 struct Device {
     now: InFlight,
+    /// It reads nothing at the moment.
+    unreadable: bool,
+    /// A page came to DRAM that somebody waits to read from it.
+    stirred: bool,
     /// Operations that found no room for their next read, by urgency.
     waiting: [VecDeque<JobRef>; 2],
 }
@@ -99,8 +104,20 @@ impl Devices {
         now.write_bytes -= bytes;
     }
 
-    /// Whether a device may be given another read. Hints leave half of what may be in flight to those
-    /// who wait: what the kernel has cannot be overtaken.
+    /// Whether pages can be read from a device.
+    pub(super) fn is_readable(&self, device: u16) -> bool {
+        self.table.get(usize::from(device)).is_some_and(|device| !device.unreadable)
+    }
+
+    pub(super) fn set_readable(&mut self, device: u16, readable: bool) {
+        if let Some(device) = self.table.get_mut(usize::from(device)) {
+            device.unreadable = !readable;
+        }
+    }
+
+    /// Whether one who wants to read from a device has its turn now. Hints leave half of what may be
+    /// in flight to those who wait: what the kernel has cannot be overtaken. From a device that
+    /// reads nothing the answer comes at once.
     pub(super) fn has_read_room(&self, device: u16, urgency: Urgency) -> bool {
         let (commands, bytes) = match urgency {
             Urgency::Demand => (self.most.reads, self.most.read_bytes),
@@ -108,13 +125,9 @@ impl Devices {
         };
         self.table.get(usize::from(device)).is_some_and(|device| {
             let now = &device.now;
-            now.reads == 0 || (now.reads < commands && now.read_bytes < bytes)
+            let room = now.reads == 0 || (now.reads < commands && now.read_bytes < bytes);
+            room || device.unreadable
         })
-    }
-
-    /// Whether some device may be given another read.
-    pub(super) fn may_read(&self, urgency: Urgency) -> bool {
-        self.numbers().any(|device| self.has_read_room(device, urgency))
     }
 
     /// Whether a device may be given another write.
@@ -162,6 +175,29 @@ impl Devices {
         order.into_iter().find_map(|urgency| Some((self.next_of(urgency)?, urgency)))
     }
 
+    /// A page that somebody waits to read from this device is in DRAM now.
+    pub(super) fn stir(&mut self, device: u16) {
+        self.table[usize::from(device)].stirred = true;
+    }
+
+    /// Of those who wait for a device of which that was said, the ones whose page `is_here` have
+    /// their turn as if they had not waited.
+    pub(super) fn look_again(&mut self, is_here: impl Fn(JobRef) -> bool) {
+        let Self { table, readers, .. } = self;
+        for device in table.iter_mut().filter(|device| device.stirred) {
+            device.stirred = false;
+            for (waiting, readers) in device.waiting.iter_mut().zip(readers.iter_mut()) {
+                waiting.retain(|&reader| {
+                    let here = is_here(reader);
+                    if here {
+                        readers.push_back(reader);
+                    }
+                    !here
+                });
+            }
+        }
+    }
+
     /// Those who waited for a device that has room now come first: they came before the others.
     fn next_of(&mut self, urgency: Urgency) -> Option<JobRef> {
         let waits = |&device: &u16| {
@@ -171,7 +207,7 @@ impl Devices {
         if let Some(device) = self.numbers().find(waits) {
             return self.table[usize::from(device)].waiting[urgency as usize].pop_front();
         }
-        if self.may_read(urgency) { self.readers[urgency as usize].pop_front() } else { None }
+        self.readers[urgency as usize].pop_front()
     }
 
     /// In how many queues an operation stands. For checks.
@@ -188,8 +224,15 @@ impl Devices {
         }
     }
 
-    /// Panics when an operation waits although it could read. For tests, after a pump.
-    pub(super) fn check_awake(&self, lives: impl Fn(JobRef) -> bool) {
+    /// Panics when an operation waits although it could read, or although its next page `is_here`.
+    /// For tests, after a pump.
+    pub(super) fn check_awake(
+        &self,
+        lives: impl Fn(JobRef) -> bool,
+        is_here: impl Fn(JobRef) -> bool,
+    ) {
+        let mut waiting = self.table.iter().flat_map(|device| device.waiting.iter().flatten());
+        assert!(!waiting.any(|&job| is_here(job)), "waits to read what is in DRAM");
         for urgency in [Urgency::Demand, Urgency::Hint] {
             let at = urgency as usize;
             for device in self.numbers().filter(|&device| self.has_read_room(device, urgency)) {
@@ -197,7 +240,7 @@ impl Devices {
                 assert!(!waiting.iter().any(|&job| lives(job)), "device {device} wakes nobody");
             }
             let stays = self.readers[at].iter().any(|&job| lives(job));
-            assert!(!stays || !self.may_read(urgency), "nobody looks at those who read");
+            assert!(!stays, "nobody looks at those who read");
         }
     }
 }

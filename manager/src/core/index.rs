@@ -54,6 +54,10 @@ pub(super) struct Page {
     pub(super) hits: u32,
     /// A read from SSD is filling the extent.
     pub(super) reading: bool,
+    /// A read from SSD is filling memory that is the page's no more: a save brought the image.
+    pub(super) overtaken: bool,
+    /// Operations wait for room to read it: they are looked at when a save brings the image.
+    pub(super) wanted: bool,
     /// A write to SSD is reading the extent.
     pub(super) writing: bool,
     /// In the index. A page that is not is gone as soon as nothing holds it.
@@ -163,6 +167,8 @@ impl PageSlab {
             waiters: NIL,
             hits: 0,
             reading: false,
+            overtaken: false,
+            wanted: false,
             writing: false,
             indexed: true,
             unsettled: false,

@@ -88,8 +88,6 @@ pub(super) enum Stage {
         forgets: u32,
         next_issue: u32,
         next_commit: u32,
-        /// Of the next page to commit another image is being read.
-        waits_for_read: bool,
     },
     /// A demand query that waits for budget.
     Wait { scope: ScopeId },
@@ -262,6 +260,19 @@ impl Job {
     /// The fence that it waits for, or has yet to wait for.
     pub(super) fn fence_ahead(&self) -> Option<u32> {
         self.fence.filter(|fence| !fence.passed).map(|fence| fence.index)
+    }
+
+    /// The page that its next turn to read is for.
+    pub(super) fn next_page(&self) -> Option<PageId> {
+        match self.stage {
+            Stage::Fill { next_issue, .. } => {
+                self.fill.get(next_issue as usize).map(|fill| fill.page)
+            }
+            Stage::Restore { next_read, .. } => {
+                self.entries.get(next_read as usize).and_then(|entry| entry.page)
+            }
+            _ => None,
+        }
     }
 
     /// Stops with `code` unless it is stopping already. The earliest position wins.

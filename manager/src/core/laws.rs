@@ -88,13 +88,18 @@ impl Core {
         self.check_spill();
     }
 
-    /// After a [`pump`](Self::pump) nobody waits for a device that has room.
+    /// After a [`pump`](Self::pump) nobody waits for a device that has room, or for a page that is in
+    /// DRAM.
     ///
     /// # Panics
     /// When somebody does.
     #[doc(hidden)]
     pub fn check_pumped(&self) {
-        self.flow.ssd.check_awake(|job| self.jobs.get(job).is_some());
+        let is_here = |page: PageId| self.pages[page].is_resident();
+        self.flow.ssd.check_awake(
+            |job| self.jobs.get(job).is_some(),
+            |job| self.jobs.get(job).and_then(Job::next_page).is_some_and(is_here),
+        );
     }
 
     /// Pages and saves own every byte of the arenas that no free run has.
@@ -109,6 +114,11 @@ impl Core {
         for (_, page) in self.pages.iter() {
             if let Some(extent) = &page.extent {
                 own(extent, charge(self.namespaces.get(page.namespace).image_bytes));
+            }
+        }
+        for work in self.flow.under_way() {
+            if let Work::Read { page, left: Some(extent), .. } = work {
+                own(extent, charge(self.namespaces.get(self.pages[*page].namespace).image_bytes));
             }
         }
         for (_, job) in self.jobs.iter() {
@@ -218,6 +228,7 @@ impl Core {
             indexed += usize::from(page.indexed);
             pinned += if page.pins > 0 { bytes } else { 0 };
             draining += if page.indexed { 0 } else { bytes };
+            assert!(!page.overtaken || page.is_resident(), "overtaken by nothing: {page:?}");
             let held = page.pins > 0 || page.io > 0 || page.unsettled;
             assert!(page.indexed || held, "held by nothing: {page:?}");
             let childless = self.pages.first_child(id).is_none();
@@ -233,6 +244,7 @@ impl Core {
                 }
             }
         }
+        draining += self.flow.under_way().map(Work::left_bytes).sum::<u64>();
         let class_pages: usize = classes.values().map(HashMap::len).sum();
         assert_eq!((in_dram, in_class, in_spill), (dram.len(), class_pages, spill.len()));
         assert_eq!(indexed, in_namespaces, "indexed pages outside of their namespace");
@@ -310,11 +322,17 @@ impl Core {
         for work in self.flow.under_way() {
             match work {
                 Work::Free | Work::Forget { .. } => {}
-                Work::Read { page, device, bytes } => {
-                    let on = in_flight.entry(*device).or_default();
+                Work::Read { page, slot, bytes, left } => {
+                    let on = in_flight.entry(slot.device).or_default();
                     (on.reads, on.read_bytes) = (on.reads + 1, on.read_bytes + bytes);
                     let of = io.entry(*page).or_default();
-                    *of = (of.0 + 1, true, of.2);
+                    *of = (of.0 + 1, left.is_none(), of.2);
+                    let found = &self.pages[*page];
+                    assert_eq!(found.overtaken, left.is_some(), "memory of a read: {found:?}");
+                    assert_eq!(found.slot, Some(*slot), "a slot that is being read was let go of");
+                    let answers = self.flow.ssd.is_readable(slot.device);
+                    let waits = self.flow.waiters_of(found).any(|job| self.jobs.get(job).is_some());
+                    assert!(answers || !waits, "waits for a device that reads nothing: {found:?}");
                 }
                 Work::Write { page, slot, bytes, .. } => {
                     let on = in_flight.entry(slot.device).or_default();
@@ -366,7 +384,6 @@ impl Core {
             let counted = match job.stage {
                 Stage::Fill { pending, .. } => pending,
                 Stage::Restore { reading, .. } => reading,
-                Stage::Save { waits_for_read, .. } => waits_for_read.into(),
                 _ => 0,
             };
             let waits = waits.get(&reference).copied().unwrap_or(0);
@@ -391,9 +408,7 @@ impl Core {
         let queued = job.queued_for_copy || job.queued_for_read;
         let moving = match job.stage {
             Stage::Idle => false,
-            Stage::Save { waits_for_read, .. } => {
-                job.copies > 0 || queued || job.held || waits_for_read
-            }
+            Stage::Save { .. } => job.copies > 0 || queued || job.held,
             Stage::Fill { pending, .. } => pending > 0 || queued,
             Stage::Restore { reading, waits_for_memory, .. } => {
                 job.copies > 0 || reading > 0 || queued || job.held || waits_for_memory

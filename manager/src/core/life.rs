@@ -68,6 +68,29 @@ impl Core {
         }
     }
 
+    /// Gives a page that is being read a replica of its own; the read keeps the memory it fills.
+    pub(super) fn replace_extent(&mut self, page: PageId, extent: Extent) {
+        let found = &mut self.pages[page];
+        debug_assert!(found.reading && found.indexed);
+        (found.reading, found.overtaken) = (false, true);
+        if let Some(filled) = found.extent.replace(extent) {
+            debug_assert_eq!(filled.bytes, extent.bytes, "images of one page");
+            self.draining_bytes += u64::from(filled.bytes);
+            self.flow.leave_to_read(page, filled);
+        }
+    }
+
+    /// A page came to DRAM: whoever waits for room to read it need not.
+    pub(super) fn wake_wanting(&mut self, page: PageId) {
+        let found = &mut self.pages[page];
+        if std::mem::take(&mut found.wanted)
+            && let Some(slot) = found.slot
+        {
+            self.flow.ssd.stir(slot.device);
+            self.flow.memory_moved = true;
+        }
+    }
+
     /// Frees the page's DRAM replica. Nothing may touch it.
     pub(super) fn detach_extent(&mut self, page: PageId) {
         let Some(extent) = self.pages[page].extent.take() else { return };

@@ -45,6 +45,11 @@ pub const HISTORY_KEYS_MAX: usize = 1 << 20;
 /// Namespaces at a time. One that no session names and that has no page in any tier gives its place to
 /// a new one when there are so many.
 pub const NAMESPACES_MAX: usize = 4096;
+/// Of `most` namespaces, those that are kept for users who hold less than half as many as these: one
+/// user, whose namespaces stay as long as a tier has a page of them, never shuts the others out.
+pub const fn namespaces_kept(most: usize) -> usize {
+    most / 8
+}
 /// Leases at a time: a lease id holds its slot in so many bits.
 pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;
 pub(super) const LEASE_INDEX_BITS: u32 = 20;

@@ -278,9 +278,9 @@ impl Core {
     /// event of a turn.
     pub fn handle(&mut self, now: Nanos, event: Event<'_>, out: &mut Effects) {
         match event {
-            Event::SessionOpened { session, engine, credits, page_entries } => {
+            Event::SessionOpened { session, engine, uid, credits, page_entries } => {
                 self.stats.sessions_opened += 1;
-                self.sessions.open(session, Session::new(engine, credits, page_entries));
+                self.sessions.open(session, Session::new(engine, uid, credits, page_entries));
             }
             Event::SessionClosed { session } => self.close_session(now, session, out),
             Event::Requested { session, request, pages } => {

@@ -34,6 +34,9 @@ pub(super) struct Namespace {
     pub(super) forgets: u32,
     /// Scopes of attached sessions that name it.
     pub(super) scopes: u32,
+    /// The user who named it first. `None` when it was found on SSD and nobody has named it since, and
+    /// for a place that was given up.
+    pub(super) owner: Option<u32>,
 }
 
 /// All namespaces of this epoch.
@@ -72,6 +75,11 @@ impl Namespaces {
     /// Namespaces that can be named.
     pub(super) fn len(&self) -> usize {
         self.current.len()
+    }
+
+    /// Namespaces that a user named first.
+    pub(super) fn held_by(&self, uid: u32) -> usize {
+        self.table.iter().filter(|namespace| namespace.owner == Some(uid)).count()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Namespace> {
@@ -114,6 +122,7 @@ impl Namespaces {
             // What is remembered of the one before, by place and era, is none of its own.
             forgets: free.map_or(0, |id| self.get(id).forgets.wrapping_add(1)),
             scopes: 0,
+            owner: None,
         };
         match free {
             Some(id) => *self.get_mut(id) = namespace,
@@ -132,6 +141,7 @@ impl Namespaces {
         let Some(at) = found else { return false };
         self.hand = at + 1;
         self.current.remove(&self.table[at].fingerprint);
+        self.table[at].owner = None;
         self.free.push(NamespaceId(at as u32));
         true
     }

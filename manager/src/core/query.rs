@@ -45,7 +45,7 @@ pub(super) fn charge(image_bytes: u32) -> u64 {
     u64::from(image_bytes).next_multiple_of(UNIT_BYTES)
 }
 
-/// What a lookup found: page-major, one page a member, `None` where it is in no tier.
+/// What a lookup found: page-major, one page a member, `None` where it is in no tier that answers.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     members: Vec<Member>,
@@ -56,6 +56,8 @@ pub(super) struct Found {
     runs: Vec<u32>,
     /// Longest restorable length.
     len: u32,
+    /// Pages that were left out because their device reads nothing at the moment.
+    unreadable: u32,
     /// Every member is a chain.
     chains: bool,
 }
@@ -403,7 +405,9 @@ impl Core {
                 }
             }
         }
-        self.stats.prepared(PrepareOutcome::Absent, named - known);
+        let unreadable = u64::from(found.unreadable);
+        self.stats.prepared(PrepareOutcome::Failed, unreadable);
+        self.stats.prepared(PrepareOutcome::Absent, named - known - unreadable);
         self.recycle(found);
         if accepted == 0 {
             self.jobs.close(reference);
@@ -438,6 +442,7 @@ impl Core {
         found.members.clear();
         found.pages.clear();
         found.len = 0;
+        found.unreadable = 0;
         found.chains = true;
         for &namespace in members {
             let known = self.namespaces.get(namespace);
@@ -451,7 +456,10 @@ impl Core {
             let before = found.pages.len();
             for member in &found.members {
                 let page = self.find(member.namespace, &hash);
-                found.pages.push(page.filter(|&page| self.pages[page].is_restorable()));
+                let page = page.filter(|&page| self.pages[page].is_restorable());
+                let at_hand = page.filter(|&page| self.is_at_hand(page));
+                found.unreadable += u32::from(page != at_hand);
+                found.pages.push(at_hand);
             }
             if found.chains && found.pages[before..].contains(&None) {
                 found.pages.truncate(before);
@@ -477,6 +485,7 @@ impl Core {
     fn count_lookup(&mut self, found: &Found, pages: usize) {
         let members = found.members.len();
         self.stats.lookup_pages += (pages * members) as u64;
+        self.stats.lookup_unreadable += u64::from(found.unreadable);
         for position in 0..found.len {
             for (number, member) in found.members.iter().enumerate() {
                 if !member.needed(found.len).contains(&position) {

@@ -13,6 +13,7 @@ use super::Core;
 use super::effect::{Effect, Effects, ImageIdentity, Slot};
 use super::event::Ticket;
 use super::job::JobRef;
+use super::limits::namespaces_kept;
 use super::namespace::{NamespaceFingerprint, NamespaceId};
 use super::slots::slot_bytes;
 use super::stats::SpillOutcome;
@@ -281,7 +282,9 @@ impl Core {
             same_size && !recovery.forgotten.contains(&id)
         });
         // A namespace that nobody named yet holds nothing that could be a parent.
-        let new_root = image.parent.is_none() && self.namespaces.len() < self.config.namespaces_max;
+        let most = self.config.namespaces_max;
+        let has_room = self.namespaces.len() < most - namespaces_kept(most);
+        let new_root = image.parent.is_none() && has_room;
         if !fits || !(known.is_some() || new_root) {
             return false;
         }

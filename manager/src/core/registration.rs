@@ -5,6 +5,7 @@ use orbitkv_shm_protocol::bootstrap::message::{
 };
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId, SessionId};
 
+use super::limits::namespaces_kept;
 use super::namespace::{SpecFault, check_spec, namespace_fingerprint, namespace_label};
 use super::session::{Region, Scope};
 use super::slots::slot_bytes;
@@ -45,6 +46,10 @@ pub enum CoreRefusal {
     #[error("{what} limit of {limit} is reached")]
     LimitReached { what: &'static str, limit: usize },
     #[error(
+        "user {uid} has {held} namespaces: the last {kept} of {limit} are for users with less than {share}; evict or forget some"
+    )]
+    NamespaceShare { uid: u32, held: usize, kept: usize, limit: usize, share: usize },
+    #[error(
         "footers on SSD give pages of this namespace {found_bytes} bytes instead of {page_bytes}: the file is damaged, start with another"
     )]
     ForeignImages { page_bytes: u64, found_bytes: u32 },
@@ -59,7 +64,7 @@ impl CoreRefusal {
     pub const fn refusal(&self) -> Refusal {
         match self {
             Self::PageSize { .. } | Self::TooLargeForTier { .. } => Refusal::TooLarge,
-            Self::LimitReached { .. } => Refusal::LimitReached,
+            Self::LimitReached { .. } | Self::NamespaceShare { .. } => Refusal::LimitReached,
             Self::UnknownSession => Refusal::OutOfOrder,
             Self::ForeignImages { .. } => Refusal::LayoutConflict,
             _ => Refusal::BadMessage,
@@ -105,12 +110,10 @@ impl Core {
         if found.scopes.len() >= limit {
             return Err(CoreRefusal::LimitReached { what: "scope", limit });
         }
+        let uid = found.uid;
         let fingerprint = namespace_fingerprint(spec);
-        let limit = self.config.namespaces_max;
         match self.namespaces.find(&fingerprint) {
-            None if self.namespaces.len() >= limit && !self.give_up_namespace() => {
-                return Err(CoreRefusal::LimitReached { what: "namespace", limit });
-            }
+            None => self.make_room_for_namespace(uid)?,
             Some(known) if self.namespaces.get(known).image_bytes != image_bytes => {
                 let found_bytes = self.namespaces.get(known).image_bytes;
                 return Err(CoreRefusal::ForeignImages { page_bytes, found_bytes });
@@ -120,10 +123,35 @@ impl Core {
         let dependency = Some(spec.dependency);
         let label = namespace_label(spec);
         let id = self.namespaces.intern(fingerprint, dependency, image_bytes, label);
-        self.namespaces.get_mut(id).scopes += 1;
+        let namespace = self.namespaces.get_mut(id);
+        namespace.scopes += 1;
+        namespace.owner.get_or_insert(uid);
         let found = self.sessions.get_mut(session).ok_or(CoreRefusal::UnknownSession)?;
         found.scopes.push(Scope::One(id));
         Ok((ScopeId(found.scopes.len() as u32 - 1), page_bytes))
+    }
+
+    /// Makes sure that a user may have one more namespace.
+    fn make_room_for_namespace(&mut self, uid: u32) -> Result<(), CoreRefusal> {
+        while let Err(refusal) = self.has_room_for_namespace(uid) {
+            if !self.give_up_namespace() {
+                return Err(refusal);
+            }
+        }
+        Ok(())
+    }
+
+    fn has_room_for_namespace(&self, uid: u32) -> Result<(), CoreRefusal> {
+        let limit = self.config.namespaces_max;
+        if self.namespaces.len() >= limit {
+            return Err(CoreRefusal::LimitReached { what: "namespace", limit });
+        }
+        let kept = namespaces_kept(limit);
+        let (held, share) = (self.namespaces.held_by(uid), kept / 2);
+        if self.namespaces.len() >= limit - kept && held >= share {
+            return Err(CoreRefusal::NamespaceShare { uid, held, kept, limit, share });
+        }
+        Ok(())
     }
 
     /// Gives the place of a namespace up that nothing refers to: no session, no page in any tier,

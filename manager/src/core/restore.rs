@@ -193,15 +193,19 @@ impl Core {
             }
             ReadStart::NoMemory => {
                 *waits_for_memory = true;
+                self.pages[page].wanted = true;
                 self.flow.starved.push_back(reference);
                 ReadTurn::Over
             }
-            ReadStart::Gone => {
+            ReadStart::Gone | ReadStart::Unreadable => {
                 self.cut_restore(reference, position);
                 self.restore_may_end(now, reference, out);
                 ReadTurn::Over
             }
-            ReadStart::NoRoom(device) => ReadTurn::NoRoom(device),
+            ReadStart::NoRoom(device) => {
+                self.pages[page].wanted = true;
+                ReadTurn::NoRoom(device)
+            }
         }
     }
 

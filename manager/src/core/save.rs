@@ -2,8 +2,8 @@
 //!
 //! A page is in no index before its bytes are complete, so nobody can hit a half-made page; two
 //! saves of one page copy side by side and the second commit finds the first. A page that is just
-//! being read from SSD is not present yet: its read may fail. The save keeps its own image until
-//! the read has ended.
+//! being read from SSD is not present yet: its read may fail, or never end. Its commit overtakes the
+//! read: the saved image is the page's, and the read keeps the memory that it fills until it ends.
 
 use orbitkv_shm_protocol::bootstrap::message::DependencySpec;
 use orbitkv_shm_protocol::ids::{PageHash, RegionId};
@@ -55,14 +55,7 @@ impl Core {
             found.users += 1;
         }
         let forgets = self.namespaces.get(namespace).forgets;
-        let stage = Stage::Save {
-            region,
-            namespace,
-            forgets,
-            next_issue: 0,
-            next_commit: 0,
-            waits_for_read: false,
-        };
+        let stage = Stage::Save { region, namespace, forgets, next_issue: 0, next_commit: 0 };
         let reference = self.open_job(ctx, &ended, stage);
         self.take_fence(reference, fence);
         let mut entries = match self.jobs.get_mut(reference) {
@@ -154,14 +147,12 @@ impl Core {
     /// Commits what has been copied, in chain order; ends the save when nothing is left.
     pub(super) fn save_advanced(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
-        let Stage::Save { namespace, forgets, next_commit, waits_for_read, .. } = job.stage else {
-            return;
-        };
+        let Stage::Save { namespace, forgets, next_commit, .. } = job.stage else { return };
         let (copies, stopped, abandoned) = (job.copies, job.stop, job.abandoned);
         let mut entries = std::mem::take(&mut job.entries);
         let forgotten = self.namespaces.get(namespace).forgets != forgets;
         let mut at = next_commit as usize;
-        let mut being_read = None;
+        let mut overtaken = Vec::new();
         while at < entries.len() {
             match entries[at].state {
                 EntryState::Pending | EntryState::Copying => break,
@@ -170,13 +161,7 @@ impl Core {
                 EntryState::Copied if forgotten => {
                     entries[at].end(PageOutcome::Refused, Code::Forgotten);
                 }
-                EntryState::Copied if self.is_being_read(namespace, &entries[at].hash) => {
-                    if !waits_for_read {
-                        being_read = self.find(namespace, &entries[at].hash);
-                    }
-                    break;
-                }
-                EntryState::Copied => self.commit(namespace, &mut entries, at),
+                EntryState::Copied => overtaken.extend(self.commit(namespace, &mut entries, at)),
                 EntryState::Anchor | EntryState::Ended => {}
             }
             at += 1;
@@ -185,13 +170,12 @@ impl Core {
         let more = entries[at..].iter().any(|entry| entry.state == EntryState::Pending);
         if let Some(job) = self.jobs.get_mut(reference) {
             job.entries = entries;
-            if let Stage::Save { next_commit, waits_for_read, .. } = &mut job.stage {
+            if let Stage::Save { next_commit, .. } = &mut job.stage {
                 *next_commit = at as u32;
-                *waits_for_read |= being_read.is_some();
             }
         }
-        if let Some(page) = being_read {
-            self.wait_for_page(page, reference, at as u32);
+        for page in overtaken {
+            self.overtake(now, page, out);
         }
         if copies == 0 && (all_done || stopped.is_some()) {
             self.finish_save(now, reference, out);
@@ -200,23 +184,15 @@ impl Core {
         }
     }
 
-    fn is_being_read(&self, namespace: NamespaceId, hash: &PageHash) -> bool {
-        self.find(namespace, hash).is_some_and(|page| self.pages[page].reading)
-    }
-
-    /// The read that a save waited for has ended, well or not.
-    pub(super) fn saved_page_was_read(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
-        if let Some(job) = self.jobs.get_mut(reference)
-            && let Stage::Save { waits_for_read, .. } = &mut job.stage
-        {
-            *waits_for_read = false;
-        }
-        self.save_advanced(now, reference, out);
-    }
-
-    /// Makes a copied image a page that queries find.
-    fn commit(&mut self, namespace: NamespaceId, entries: &mut [Entry], at: usize) {
-        let Some(extent) = entries[at].extent.take() else { return };
+    /// Makes a copied image a page that queries find. Returns one whose read others wait for, when
+    /// that is overtaken by it.
+    fn commit(
+        &mut self,
+        namespace: NamespaceId,
+        entries: &mut [Entry],
+        at: usize,
+    ) -> Option<PageId> {
+        let extent = entries[at].extent.take()?;
         let (hash, checksum) = (entries[at].hash, entries[at].checksum);
         let existing = self.find(namespace, &hash);
         let page = match existing {
@@ -224,7 +200,7 @@ impl Core {
                 self.free_memory(extent);
                 entries[at].end(PageOutcome::Present, Code::None);
                 entries[at].tier = Tier::Dram;
-                return;
+                return None;
             }
             Some(page) => page,
             None => match self.parent_of(namespace, entries, at) {
@@ -232,12 +208,18 @@ impl Core {
                 Err(()) => {
                     self.free_memory(extent);
                     entries[at].end(PageOutcome::Refused, Code::ParentAbsent);
-                    return;
+                    return None;
                 }
             },
         };
-        self.attach_extent(page, extent);
+        let overtakes = self.pages[page].reading;
+        if overtakes {
+            self.replace_extent(page, extent);
+        } else {
+            self.attach_extent(page, extent);
+        }
         self.pages[page].checksum = checksum;
+        self.wake_wanting(page);
         entries[at].end(PageOutcome::Stored, Code::None);
         entries[at].tier = Tier::Dram;
         self.stats.bytes_saved += u64::from(self.namespaces.get(namespace).image_bytes);
@@ -245,6 +227,7 @@ impl Core {
         // its parent.
         self.place(page);
         self.offer(page);
+        overtakes.then_some(page)
     }
 
     /// The parent of an entry's page: none for a root or where the namespace has no chains.

@@ -49,6 +49,7 @@ pub(super) struct Credit {
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) engine: EngineId,
+    pub(super) uid: u32,
     pub(super) page_entries: u32,
     pub(super) credits: Vec<Credit>,
     pub(super) outstanding: u32,
@@ -75,9 +76,10 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn new(engine: EngineId, credits: u32, page_entries: u32) -> Self {
+    pub(super) fn new(engine: EngineId, uid: u32, credits: u32, page_entries: u32) -> Self {
         Self {
             engine,
+            uid,
             page_entries,
             credits: vec![Credit::default(); credits as usize],
             outstanding: 0,

@@ -7,7 +7,7 @@
 use super::Core;
 use super::effect::{Effect, Effects, ImageIdentity, Slot};
 use super::event::{IoFault, Nanos, Ticket};
-use super::flow::Work;
+use super::flow::{Work, is_slots_fault};
 use super::index::PageId;
 use super::query::charge;
 use super::slots::{Intake, slot_bytes};
@@ -86,7 +86,7 @@ impl Core {
 
     /// Puts a page into the spill set, after those of its ancestors that have no place on SSD: a
     /// page whose parent is not there could never be found again.
-    fn offer_chain(&mut self, page: PageId) {
+    pub(super) fn offer_chain(&mut self, page: PageId) {
         let mut next = Some(page);
         while let Some(at) = next.filter(|&at| !self.has_place_on_ssd(at)) {
             debug_assert!(self.pages[at].is_resident());
@@ -383,8 +383,7 @@ impl Core {
             Some(fault) => {
                 self.stats.spilled(SpillOutcome::Failed);
                 self.stats.ssd_write_errors[fault.index()] += 1;
-                let retire = matches!(fault, IoFault::Errno(_) | IoFault::Short);
-                self.end_slot(slot, retire, out);
+                self.end_slot(slot, is_slots_fault(fault), out);
                 self.give_up_below(page);
             }
         }
@@ -402,7 +401,7 @@ impl Core {
     }
 
     /// Takes what is below a page that did not get to SSD away from there, in the turns that follow.
-    fn give_up_below(&mut self, page: PageId) {
+    pub(super) fn give_up_below(&mut self, page: PageId) {
         if self.pages.first_child(page).is_some() {
             self.unsettle(page, SpillOutcome::Failed);
         }
@@ -415,7 +414,9 @@ impl Core {
             self.stats.spilled(SpillOutcome::Failed);
         }
         let has_slot = self.pages[page].slot.is_some();
-        if has_slot && !self.pages[page].is_resident() {
+        // A slot that is being read stays with its page.
+        let held = !self.pages[page].is_resident() || self.pages[page].overtaken;
+        if has_slot && held {
             return self.drop_subtree(page, SpillOutcome::Failed, out);
         }
         self.detach_slot(page, false, out);

@@ -45,7 +45,7 @@ pub enum PrepareOutcome {
     Absent = 2,
     /// No budget or memory for a hint, or a window does not need it.
     Skipped = 3,
-    /// The read failed.
+    /// The read failed, or its device reads nothing at the moment.
     Failed = 4,
 }
 
@@ -72,6 +72,8 @@ pub struct Stats {
     pub lookup_pages: u64,
     pub lookup_hits_dram: u64,
     pub lookup_hits_ssd: u64,
+    /// On a device that reads nothing at the moment only.
+    pub lookup_unreadable: u64,
     pub queries_cut_by_budget: u64,
     pub queries_skipped: u64,
     /// By [`PrepareOutcome`].

@@ -143,6 +143,11 @@ impl Core {
         self.slots.set_intake(device, intake);
     }
 
+    /// Whether pages can be read from one SSD device, as far as `core` was told.
+    pub fn device_is_readable(&self, device: u16) -> bool {
+        self.flow.ssd.is_readable(device)
+    }
+
     /// Whether every offered page has its outcome and no write is in flight.
     pub fn spill_is_drained(&self) -> bool {
         self.spill.is_empty() && self.flow.ssd.total().writes == 0

@@ -3,7 +3,9 @@
 //! A [`Device`] takes commands and gives back their ends; both directions run at once and neither
 //! call ever waits. [`HostDevice`] serves engines whose KV lies in host memory.
 
+mod cuda;
 mod host;
+mod lane;
 mod region;
 
 use std::fmt;
@@ -14,6 +16,9 @@ use orbitkv_shm_protocol::segment::DoneWords;
 
 use crate::core::{CopyFault, CopyPage, Direction, Ticket};
 
+pub use cuda::{
+    CudaDevice, CudaError, CudaImportError, CudaImporter, CudaMemory, Gpu, Gpus, NoCuda,
+};
 pub use host::{HostDevice, HostMemory, ImportError, MemoryWay, PeerHandle};
 pub use region::{DeviceRegion, PageLayout, Placement, RegionError};
 
@@ -47,6 +52,8 @@ pub trait Device: Send {
 pub enum DeviceMemory {
     /// Host memory.
     Host(HostMemory),
+    /// Memory of a GPU.
+    Cuda(CudaMemory),
 }
 
 impl DeviceMemory {
@@ -54,6 +61,7 @@ impl DeviceMemory {
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Host(memory) => memory.bytes(),
+            Self::Cuda(memory) => memory.bytes(),
         }
     }
 
@@ -61,6 +69,7 @@ impl DeviceMemory {
     pub fn needs_fence(&self) -> bool {
         match self {
             Self::Host(_) => false,
+            Self::Cuda(_) => true,
         }
     }
 }
@@ -220,6 +229,14 @@ pub enum CopyError {
         /// Its index in the session's pool.
         fence: u32,
     },
+    /// The driver did not take the order for a copy; the GPU works on.
+    #[error("gpu {gpu} refused a copy: CUDA error {code}")]
+    GpuRefused {
+        /// Its number in this process.
+        gpu: u32,
+        /// As the driver numbers it.
+        code: u32,
+    },
     /// The GPU, or our context on it, is lost: it copies nothing any more.
     #[error("gpu {gpu} is lost: CUDA error {code}")]
     GpuLost {
@@ -250,7 +267,9 @@ impl CopyError {
             },
             Self::BrokenFence { .. } => CopyFault::Fence,
             Self::FenceTimeout { .. } | Self::FenceGivenUp { .. } => CopyFault::FenceTimeout,
-            Self::GpuLost { .. } | Self::BadCommand { .. } => CopyFault::Device,
+            Self::GpuRefused { .. } | Self::GpuLost { .. } | Self::BadCommand { .. } => {
+                CopyFault::Device
+            }
         }
     }
 

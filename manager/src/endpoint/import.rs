@@ -1,4 +1,4 @@
-//! Memory of engines whose KV lies in host memory.
+//! Memory of engines, wherever their KV lies.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,14 +8,28 @@ use orbitkv_shm_protocol::segment::DoneWords;
 
 use super::{ImportRefusal, Importer, Peer};
 use crate::device::{
-    DeviceEvent, DeviceMemory, DeviceRegion, HostMemory, ImportError, PeerHandle, RegionError,
+    CudaImportError, CudaImporter, DeviceEvent, DeviceMemory, DeviceRegion, HostMemory,
+    ImportError, PeerHandle, RegionError,
 };
 
-/// Imports host memory.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct HostImporter;
+/// Imports host memory, and memory of GPUs where there is a driver.
+#[derive(Debug, Default)]
+pub struct MemoryImporter {
+    cuda: Option<CudaImporter>,
+}
 
-impl Importer for HostImporter {
+impl MemoryImporter {
+    /// `cuda` is `None` where the Manager runs without a driver.
+    pub fn new(cuda: Option<CudaImporter>) -> Self {
+        Self { cuda }
+    }
+
+    fn cuda(&mut self) -> Result<&mut CudaImporter, ImportError> {
+        self.cuda.as_mut().ok_or(ImportError::NoCuda)
+    }
+}
+
+impl Importer for MemoryImporter {
     type Memory = DeviceMemory;
     type Region = DeviceRegion;
 
@@ -24,25 +38,25 @@ impl Importer for HostImporter {
         spec: &MemorySpec,
         descriptor: Option<OwnedFd>,
         peer: &Peer,
-        _done: &DoneWords,
+        done: &DoneWords,
     ) -> Result<DeviceMemory, ImportRefusal> {
-        let handle = PeerHandle {
-            // Process ids fit; 0 (a peer outside our namespace) is refused by the first access.
-            pid: i32::try_from(peer.credentials.pid).unwrap_or(0),
-            pidfd: peer.shared_pidfd(),
-        };
-        HostMemory::import(spec, descriptor, &handle)
-            .map(DeviceMemory::Host)
-            .map_err(ImportRefusal::from)
+        let handle = handle_of(peer);
+        if let MemorySpec::Cuda { gpu, handle: memory, offset, bytes } = spec {
+            let range = (*offset, *bytes);
+            let memory = self.cuda()?.import_memory(*gpu, memory, range, handle, done)?;
+            return Ok(DeviceMemory::Cuda(memory));
+        }
+        let memory = HostMemory::import(spec, descriptor, &handle)?;
+        Ok(DeviceMemory::Host(memory))
     }
 
     fn import_events(
         &mut self,
-        _gpu: GpuId,
-        _handles: &[IpcHandle],
-        _peer: &Peer,
+        gpu: GpuId,
+        handles: &[IpcHandle],
+        peer: &Peer,
     ) -> Result<Vec<Arc<dyn DeviceEvent>>, ImportRefusal> {
-        Err(ImportError::NoCuda.into())
+        Ok(self.cuda()?.import_events(gpu, handles, &handle_of(peer))?)
     }
 
     fn lay_out(
@@ -66,5 +80,19 @@ impl Importer for HostImporter {
 impl From<ImportError> for ImportRefusal {
     fn from(error: ImportError) -> Self {
         Self { refusal: error.refusal(), cause: Box::new(error) }
+    }
+}
+
+impl From<CudaImportError> for ImportRefusal {
+    fn from(error: CudaImportError) -> Self {
+        Self { refusal: error.refusal(), cause: Box::new(error) }
+    }
+}
+
+fn handle_of(peer: &Peer) -> PeerHandle {
+    PeerHandle {
+        // Process ids fit; 0 (a peer outside our namespace) is refused by the first access.
+        pid: i32::try_from(peer.credentials.pid).unwrap_or(0),
+        pidfd: peer.shared_pidfd(),
     }
 }

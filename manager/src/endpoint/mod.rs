@@ -44,7 +44,7 @@ use ringbuf::traits::{Consumer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 use rustix::event::EventfdFlags;
 
-pub use import::HostImporter;
+pub use import::MemoryImporter;
 pub use listener::{Claim, LOCK_RETRY_MAX, ListenError, Listener, SocketFile};
 pub use liveness::{Access, Peer};
 pub(crate) use quarantine::Limiter;

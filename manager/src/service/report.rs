@@ -116,12 +116,20 @@ impl Service {
 }
 
 impl Service {
-    /// Ready or degraded, as the SSD devices are; new images go to those that take them.
+    /// Ready or degraded, as the SSD devices are; new images go to those that take them, and nobody
+    /// waits for those that do not read.
     fn show_health(&mut self) {
+        let now = self.tables_shown_ns;
         if let Some(storage) = &mut self.storage {
             let intake = |device| self.core.device_intake(device);
-            for (device, intake) in storage.intake_changes(self.tables_shown_ns, intake) {
+            for (device, intake) in storage.intake_changes(now, intake) {
                 self.core.set_device_intake(device, intake);
+            }
+            for (device, readable) in storage.readable() {
+                if self.core.device_is_readable(device) != readable {
+                    self.core.set_device_readable(now, device, readable, &mut self.effects);
+                    self.core.pump(now, &mut self.effects);
+                }
             }
         }
         let healthy = self.storage.as_ref().is_none_or(Storage::is_healthy);
@@ -181,7 +189,9 @@ fn count(counters: &mut Counters, stats: &Stats) {
     counters.set(Metric::LookupPages, stats.lookup_pages);
     counters.set(Metric::LookupHitPages(HeldIn::Dram), stats.lookup_hits_dram);
     counters.set(Metric::LookupHitPages(HeldIn::Ssd), stats.lookup_hits_ssd);
-    counters.set(Metric::LookupMissedPages(Reason::Absent), stats.lookup_pages - hits);
+    let missed = stats.lookup_pages - hits;
+    counters.set(Metric::LookupMissedPages(Reason::IoError), stats.lookup_unreadable);
+    counters.set(Metric::LookupMissedPages(Reason::Absent), missed - stats.lookup_unreadable);
     counters.set(Metric::LookupSpeculativeSkipped, stats.queries_skipped);
     let failed: u64 = stats.pages_restore_failed.iter().sum();
     counters.set(Metric::RestoreRequestedPages, stats.pages_restored + failed);

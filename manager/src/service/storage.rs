@@ -210,6 +210,12 @@ impl Storage {
         changes
     }
 
+    /// Whether pages can be read from each device. Nothing once the tier has stopped.
+    pub(super) fn readable(&self) -> impl Iterator<Item = (u16, bool)> + '_ {
+        let status = self.tier.iter().flat_map(SsdTier::status).enumerate();
+        status.map(|(number, status)| (number as u16, status.health != Health::Off))
+    }
+
     /// Whether every device reads and writes.
     pub(super) fn is_healthy(&self) -> bool {
         let Some(tier) = &self.tier else { return true };

@@ -13,7 +13,7 @@ use orbitkv_manager::device::{
     CopyError, Device, DeviceMemory, DeviceRegion, DoneWord, HostDevice, HostMemory, ImportError,
     MemoryWay, PeerHandle,
 };
-use orbitkv_manager::image::ImageMemory;
+use orbitkv_manager::pool::DramPool;
 use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, Refusal, RegionSpec, SegmentSpec};
 use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::spin::WINDOW_UNMEASURED;
@@ -23,8 +23,8 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use crate::child::{ChildMemory, Engine};
 use crate::conformance::{Bench, EngineMemory, Rig, conformance, done_words, pattern};
 
-fn start(images: Arc<dyn ImageMemory>, notify: ControlRinger) -> HostDevice {
-    HostDevice::start(images, notify, WINDOW_UNMEASURED).expect("threads")
+fn start(pool: Arc<DramPool>, notify: ControlRinger) -> HostDevice {
+    HostDevice::start(pool, notify, WINDOW_UNMEASURED).expect("threads")
 }
 
 fn this_process() -> PeerHandle {
@@ -64,8 +64,8 @@ struct MemfdMemory {
 impl Rig for Memfds {
     type Device = HostDevice;
 
-    fn start(&self, images: Arc<dyn ImageMemory>, notify: ControlRinger) -> HostDevice {
-        start(images, notify)
+    fn start(&self, pool: Arc<DramPool>, notify: ControlRinger) -> HostDevice {
+        start(pool, notify)
     }
 
     fn memory(&self, bytes: u64) -> Box<dyn EngineMemory> {
@@ -118,8 +118,8 @@ impl Children {
 impl Rig for Children {
     type Device = HostDevice;
 
-    fn start(&self, images: Arc<dyn ImageMemory>, notify: ControlRinger) -> HostDevice {
-        start(images, notify)
+    fn start(&self, pool: Arc<DramPool>, notify: ControlRinger) -> HostDevice {
+        start(pool, notify)
     }
 
     fn memory(&self, bytes: u64) -> Box<dyn EngineMemory> {

@@ -158,7 +158,7 @@ label_enum! {
         Absent => "absent",
         /// No budget or memory for a hint.
         Skipped => "skipped",
-        /// The read failed.
+        /// The read failed, or its device is off.
         Failed => "failed",
     }
 }

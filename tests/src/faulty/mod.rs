@@ -39,6 +39,7 @@ use std::time::{Duration, Instant};
 
 use fuser::{BackgroundSession, Config, MountOption, Session};
 use rustix::mount::UnmountFlags;
+use tempfile::TempDir;
 
 pub use self::plan::{Effect, Fault, On};
 use self::serve::{Disk, Service};
@@ -78,6 +79,8 @@ pub struct FaultyDisk {
     disk: Arc<Disk>,
     session: Option<BackgroundSession>,
     at: PathBuf,
+    /// Removed last, if it is this disk's.
+    _folder: Option<TempDir>,
 }
 
 /// A fault of a disk. Healed when dropped.
@@ -104,7 +107,18 @@ impl FaultyDisk {
             panic!("a FUSE file system at {}: {error}; needs root and /dev/fuse", at.display())
         });
         let session = Some(session.spawn().unwrap());
-        Self { disk, session, at: at.to_owned() }
+        Self { disk, session, at: at.to_owned(), _folder: None }
+    }
+
+    /// Mounts an empty disk in a new folder below `folder`, which goes with it.
+    ///
+    /// # Panics
+    /// When it cannot be mounted.
+    pub fn below(folder: &str, requests: Requests) -> Self {
+        let folder = tempfile::tempdir_in(folder).unwrap();
+        let mut disk = Self::mount(&folder.path().join("disk"), requests);
+        disk._folder = Some(folder);
+        disk
     }
 
     /// Where it is mounted.

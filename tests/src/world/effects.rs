@@ -60,6 +60,7 @@ impl World {
                 }
                 Effect::Read { ticket, slot, extent, image_bytes, checksum } => {
                     self.memory.begin(ticket, extent, Use::Fills);
+                    assert!(self.core.device_is_readable(slot.device), "{slot:?} is not readable");
                     if let Some(footer) = self.disk.footer(&slot) {
                         assert_eq!(footer.checksum, checksum, "reads expect what was written");
                     }

@@ -1,12 +1,13 @@
 //! Short names for what tests ask for: chains of hashes, entries, namespaces, devices.
 
 use orbitkv_manager::core::{Direction, RegionGeometry};
-use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
+use orbitkv_shm_protocol::bootstrap::message::NamespaceSpec;
 use orbitkv_shm_protocol::ids::PageHash;
 use orbitkv_shm_protocol::record::PageEntry;
 
 use super::Work;
 use crate::content::fold;
+use crate::engine::namespace;
 
 /// A hash that stands for a prompt: its parent's hash and what follows.
 pub fn child(parent: Option<PageHash>, branch: u64) -> PageHash {
@@ -47,21 +48,7 @@ pub fn pages_after(parent: PageHash, hashes: &[PageHash]) -> Vec<PageEntry> {
 
 /// A chain namespace of the given page size.
 pub fn spec(model: &str, page_bytes: u64) -> NamespaceSpec {
-    NamespaceSpec {
-        model: model.into(),
-        dtype: "bfloat16".into(),
-        page_tokens: 64,
-        page_bytes,
-        layout: "page-first".into(),
-        group: 0,
-        tp_rank: 0,
-        tp_size: 1,
-        pp_rank: 0,
-        pp_size: 1,
-        adapter: String::new(),
-        salt: String::new(),
-        dependency: DependencySpec::Chain,
-    }
+    NamespaceSpec { layout: "page-first".into(), ..namespace(model, page_bytes) }
 }
 
 /// One SSD device with `regions` regions of `region_bytes`.

@@ -161,6 +161,16 @@ impl World {
         self.carry_out();
     }
 
+    /// Says whether a device reads.
+    pub fn set_readable(&mut self, device: u16, readable: bool) {
+        self.core.set_device_readable(self.now, device, readable, &mut self.out);
+        self.carry_out();
+        if self.pumps {
+            self.pump();
+        }
+        self.core.check_laws();
+    }
+
     /// Drops what nothing holds from DRAM.
     pub fn evict_dram(&mut self) {
         let mut eviction = self.core.begin_eviction();

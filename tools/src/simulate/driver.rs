@@ -80,6 +80,7 @@ impl Simulation {
         let opened = Event::SessionOpened {
             session: SESSION,
             engine: EngineId([1; 16]),
+            uid: 0,
             credits: RING_CAPACITY_MIN,
             page_entries: PAGES_PER_REQUEST_MAX,
         };

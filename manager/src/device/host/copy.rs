@@ -263,7 +263,7 @@ fn transfer(
             .max(1);
         let (batch, after) = rest.split_at(count);
         let parts = batch.iter().map_while(|piece| {
-            let DeviceMemory::Host(memory) = region.memory(piece.memory)?;
+            let DeviceMemory::Host(memory) = region.memory(piece.memory)? else { return None };
             let image: DramSlice<'_> = images.slice(piece.image)?;
             Some((memory, piece.offset, image))
         });
@@ -284,7 +284,9 @@ fn transfer(
 fn host_memory(region: &DeviceRegion, memory: u16, bytes: u64) -> Result<&HostMemory, Stopped> {
     match region.memory(memory) {
         Some(DeviceMemory::Host(memory)) => Ok(memory),
-        None => Err(Stopped { bytes, error: CopyError::BadCommand { page: 0 } }),
+        Some(DeviceMemory::Cuda(_)) | None => {
+            Err(Stopped { bytes, error: CopyError::BadCommand { page: 0 } })
+        }
     }
 }
 

@@ -8,15 +8,13 @@ mod process;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread;
+use std::time::Duration;
 
 use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::spin::Spin;
-use ringbuf::traits::{Consumer, Observer, Producer, Split};
-use ringbuf::{HeapCons, HeapProd, HeapRb};
 
+use super::lane::{Lane, Queues, State};
 use super::{COMMANDS_MAX, CopyCommand, CopyEnd, Device};
 use crate::core::Direction;
 use crate::image::ImageMemory;
@@ -27,13 +25,6 @@ pub use peer::PeerHandle;
 
 /// Pause between two looks at fences when there is nothing else to do.
 const FENCE_PAUSE: Duration = Duration::from_micros(20);
-/// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
-const PARK_MAX: Duration = Duration::from_secs(1);
-
-const RUN: u8 = 0;
-const DRAIN: u8 = 1;
-const ABANDON: u8 = 2;
-
 /// Copies between host memory of engines and the pool. Not `Sync`: the reactor owns it.
 ///
 /// Dropping it ends both threads after the step they are in (a few MiB); commands that were not
@@ -57,9 +48,15 @@ impl HostDevice {
         spin_window: Duration,
     ) -> std::io::Result<Self> {
         let spin = Spin::new(spin_window);
+        let start = |name: &str| {
+            let (images, spin) = (Arc::clone(&images), spin.clone());
+            Lane::start(name, COMMANDS_MAX, notify.clone(), move |queues| {
+                work(queues, images.as_ref(), spin);
+            })
+        };
         Ok(Self {
-            save: Lane::start("orbitkv-save", Arc::clone(&images), notify.clone(), spin.clone())?,
-            restore: Lane::start("orbitkv-restore", images, notify, spin)?,
+            save: start("orbitkv-save")?,
+            restore: start("orbitkv-restore")?,
             polled_last: Direction::Restore,
         })
     }
@@ -85,107 +82,20 @@ impl Device for HostDevice {
     }
 
     fn outstanding(&self) -> usize {
-        self.save.outstanding + self.restore.outstanding
+        self.save.outstanding() + self.restore.outstanding()
     }
 
     fn stop(&mut self) {
-        self.save.signal(DRAIN);
-        self.restore.signal(DRAIN);
+        self.save.drain();
+        self.restore.drain();
         self.save.join();
         self.restore.join();
     }
 }
 
-/// One direction: its thread, the queue to it and the queue back.
-struct Lane {
-    commands: HeapProd<CopyCommand>,
-    ends: HeapCons<CopyEnd>,
-    /// `RUN`, `DRAIN` or `ABANDON`; only ever raised.
-    state: Arc<AtomicU8>,
-    outstanding: usize,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Lane {
-    fn start(
-        name: &'static str,
-        images: Arc<dyn ImageMemory>,
-        notify: ControlRinger,
-        spin: Spin,
-    ) -> std::io::Result<Self> {
-        let (commands, taken) = HeapRb::new(COMMANDS_MAX).split();
-        // As long as the command queue, and `outstanding` counts both: an end always has room.
-        let (ended, ends) = HeapRb::new(COMMANDS_MAX).split();
-        let state = Arc::new(AtomicU8::new(RUN));
-        let worker_state = Arc::clone(&state);
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
-            let queues = Queues { commands: taken, ends: ended, notify };
-            work(queues, &worker_state, images.as_ref(), spin);
-        })?;
-        Ok(Self { commands, ends, state, outstanding: 0, thread: Some(thread) })
-    }
-
-    #[expect(clippy::result_large_err, reason = "a refused command comes back whole")]
-    fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand> {
-        let Some(thread) = &self.thread else { return Err(command) };
-        if self.outstanding >= COMMANDS_MAX {
-            return Err(command);
-        }
-        self.commands.try_push(command)?;
-        self.outstanding += 1;
-        // Costs a system call only when the thread sleeps.
-        thread.thread().unpark();
-        Ok(())
-    }
-
-    fn poll(&mut self) -> Option<CopyEnd> {
-        let end = self.ends.try_pop()?;
-        self.outstanding -= 1;
-        Some(end)
-    }
-
-    fn signal(&self, state: u8) {
-        self.state.fetch_max(state, Ordering::Release);
-        if let Some(thread) = &self.thread {
-            thread.thread().unpark();
-        }
-    }
-
-    fn join(&mut self) {
-        if let Some(thread) = self.thread.take()
-            && let Err(panic) = thread.join()
-            && !thread::panicking()
-        {
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
-impl Drop for Lane {
-    fn drop(&mut self) {
-        self.signal(ABANDON);
-        self.join();
-    }
-}
-
-struct Queues {
-    commands: HeapCons<CopyCommand>,
-    ends: HeapProd<CopyEnd>,
-    notify: ControlRinger,
-}
-
-impl Queues {
-    fn end(&mut self, end: CopyEnd) {
-        // Cannot be full, see `Lane::start`.
-        let pushed = self.ends.try_push(end);
-        debug_assert!(pushed.is_ok(), "no room for the end of a copy");
-        self.notify.ring();
-    }
-}
-
 /// Body of a device thread: one step of a new command, one step of an old one, and so on. So a
 /// short command ends promptly whatever long ones are under way, and none of those starves.
-fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory, mut spin: Spin) {
+fn work(mut queues: Queues, images: &dyn ImageMemory, mut spin: Spin) {
     // Holds at most what is outstanding, so that it never grows.
     let mut active = VecDeque::with_capacity(COMMANDS_MAX);
     let mut scratch = copy::Scratch::default();
@@ -193,17 +103,16 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory, mut spin
     let mut fenced = 0;
     loop {
         // Read before the queue: what was submitted before `stop` is then seen below.
-        let state_now = state.load(Ordering::Acquire);
-        if state_now == ABANDON {
+        let state = queues.state();
+        if state == State::Abandon {
             return;
         }
-        let new = queues.commands.try_pop().map(copy::Running::new);
+        let new = queues.take().map(copy::Running::new);
         if new.is_none() && active.is_empty() {
-            if state_now == DRAIN {
+            if state == State::Drain {
                 return;
             }
-            let ready = || !queues.commands.is_empty() || state.load(Ordering::Relaxed) != RUN;
-            wait(&mut spin, ready);
+            queues.wait(&mut spin);
             continue;
         }
         let old = active.pop_front();
@@ -225,32 +134,17 @@ fn work(mut queues: Queues, state: &AtomicU8, images: &dyn ImageMemory, mut spin
     }
 }
 
-/// Waits for work: spins while that has been paying off, then parks.
-fn wait(spin: &mut Spin, ready: impl Fn() -> bool) {
-    if let Some(window) = spin.due() {
-        let start = Instant::now();
-        while start.elapsed() < window {
-            if ready() {
-                return spin.note(true);
-            }
-            std::hint::spin_loop();
-        }
-        spin.note(false);
-    }
-    // A submit since the last look at the queue left a token that makes this return at once.
-    thread::park_timeout(PARK_MAX);
-}
-
 #[cfg(test)]
 mod tests {
     use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, RegionSpec, SegmentSpec};
     use orbitkv_shm_protocol::doorbell::ControlBell;
+    use ringbuf::traits::{Consumer, Producer};
     use rustix::fs::MemfdFlags;
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
     use super::*;
     use crate::core::{CopyPage, Extent, Ticket};
-    use crate::device::{DeviceMemory, DeviceRegion};
+    use crate::device::{DeviceMemory, DeviceRegion, lane};
     use crate::image::HeapImages;
 
     const PAGE: u32 = 5 << 20;
@@ -289,9 +183,8 @@ mod tests {
     #[test]
     fn short_commands_end_before_long_ones_that_came_first() {
         let images = HeapImages::new(PAGE as usize);
-        let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
-        let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
         let bell = ControlBell::new();
+        let (mut commands, mut ends, queues) = lane::queues(State::Drain, bell.ringer());
         let (long, short) = (region(1), region(1280));
         for number in [0, 1] {
             assert!(commands.try_push(command(number, &long, 20)).is_ok());
@@ -299,8 +192,7 @@ mod tests {
         for number in 2..12 {
             assert!(commands.try_push(command(number, &short, 1)).is_ok());
         }
-        let queues = Queues { commands: taken, ends: ended, notify: bell.ringer() };
-        work(queues, &AtomicU8::new(DRAIN), &images, Spin::new(Duration::ZERO));
+        work(queues, &images, Spin::new(Duration::ZERO));
         let order: Vec<u64> = std::iter::from_fn(|| ends.try_pop())
             .inspect(|end| assert!(end.error.is_none()))
             .map(|end| end.ticket.0)
@@ -311,12 +203,11 @@ mod tests {
     #[test]
     fn abandoned_work_reports_nothing() {
         let images = HeapImages::new(PAGE as usize);
-        let (mut commands, taken) = HeapRb::new(COMMANDS_MAX).split();
-        let (ended, mut ends) = HeapRb::new(COMMANDS_MAX).split();
+        let notify = ControlBell::new().ringer();
+        let (mut commands, mut ends, queues) = lane::queues(State::Abandon, notify);
         let region = region(1);
         assert!(commands.try_push(command(0, &region, 1)).is_ok());
-        let queues = Queues { commands: taken, ends: ended, notify: ControlBell::new().ringer() };
-        work(queues, &AtomicU8::new(ABANDON), &images, Spin::new(Duration::ZERO));
+        work(queues, &images, Spin::new(Duration::ZERO));
         assert!(ends.try_pop().is_none());
         drop(commands);
         assert_eq!(Arc::strong_count(&region), 1, "an abandoned command was kept");

@@ -1,0 +1,306 @@
+//! A GPU of threads: each stream is one, and moves bytes of this process. It keeps the laws that a
+//! real one keeps (order within a stream, none between streams) and fails as told.
+#![allow(unsafe_code, reason = "copies between addresses that the worker vouches for")]
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use orbitkv_shm_protocol::doorbell::ControlRinger;
+use orbitkv_shm_protocol::spin::WINDOW_UNMEASURED;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+use super::driver::CudaError;
+use super::plan::{Rect, Shift};
+use super::worker::{CopyEngine, STREAMS};
+use super::{CudaDevice, CudaMemory};
+use crate::conformance::{EngineMemory, Rig, conformance};
+use crate::core::Direction;
+use crate::device::{DeviceMemory, PeerHandle};
+use crate::pool::DramPool;
+
+enum Order {
+    Copy(Direction, Rect),
+    Store(u64, u32),
+    Mark(u32),
+}
+
+/// What a test does to a GPU.
+#[derive(Debug, Default)]
+pub(super) struct Switches {
+    /// Nothing moves while it is set.
+    pub(super) held: AtomicBool,
+    /// Orders of copies that are taken before one is refused; 0 for all.
+    pub(super) refuse_after: AtomicU64,
+    /// Orders of copies that are carried out before the GPU dies; 0 for all.
+    pub(super) die_after: AtomicU64,
+    dead: AtomicBool,
+    copies: AtomicU64,
+    /// Bytes of copies that were carried out.
+    pub(super) moved: AtomicU64,
+}
+
+#[derive(Default)]
+struct StreamState {
+    orders: Mutex<(VecDeque<Order>, bool)>,
+    wake: Condvar,
+    reached: AtomicU32,
+    /// Orders taken and not carried out.
+    pending: AtomicU32,
+}
+
+/// The twin of a GPU's streams.
+pub(super) struct Twin {
+    streams: Vec<(Arc<StreamState>, Option<JoinHandle<()>>)>,
+    switches: Arc<Switches>,
+    ordered: u64,
+}
+
+impl Twin {
+    pub(super) fn new(switches: &Arc<Switches>) -> Self {
+        let stream = |_| {
+            let state = Arc::new(StreamState::default());
+            let (seen, switches) = (Arc::clone(&state), Arc::clone(switches));
+            (state, Some(thread::spawn(move || carry_out(&seen, &switches))))
+        };
+        let streams = (0..STREAMS).map(stream).collect();
+        Self { streams, switches: Arc::clone(switches), ordered: 0 }
+    }
+
+    fn order(&self, stream: usize, order: Order) -> Result<(), CudaError> {
+        if self.switches.dead.load(Ordering::Acquire) {
+            return Err(CudaError::of_twin("order"));
+        }
+        let state = &self.streams[stream].0;
+        state.pending.fetch_add(1, Ordering::AcqRel);
+        state.orders.lock().unwrap_or_else(PoisonError::into_inner).0.push_back(order);
+        state.wake.notify_one();
+        Ok(())
+    }
+}
+
+impl Drop for Twin {
+    fn drop(&mut self) {
+        for (state, thread) in &mut self.streams {
+            state.orders.lock().unwrap_or_else(PoisonError::into_inner).1 = true;
+            state.wake.notify_one();
+            if let Some(thread) = thread.take() {
+                assert!(thread.join().is_ok(), "a stream panicked");
+            }
+        }
+    }
+}
+
+fn carry_out(state: &StreamState, switches: &Switches) {
+    loop {
+        let order = {
+            let mut orders = state.orders.lock().unwrap_or_else(PoisonError::into_inner);
+            loop {
+                if switches.held.load(Ordering::Acquire) {
+                    drop(orders);
+                    thread::yield_now();
+                    orders = state.orders.lock().unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                }
+                if let Some(order) = orders.0.pop_front() {
+                    break order;
+                }
+                if orders.1 {
+                    return;
+                }
+                orders = state.wake.wait(orders).unwrap_or_else(PoisonError::into_inner);
+            }
+        };
+        if !switches.dead.load(Ordering::Acquire) {
+            match order {
+                Order::Copy(direction, rect) => {
+                    let copies = switches.copies.fetch_add(1, Ordering::AcqRel) + 1;
+                    let die_after = switches.die_after.load(Ordering::Acquire);
+                    if die_after > 0 && copies > die_after {
+                        switches.dead.store(true, Ordering::Release);
+                    } else {
+                        move_bytes(direction, &rect);
+                        switches.moved.fetch_add(rect.bytes(), Ordering::AcqRel);
+                    }
+                }
+                Order::Store(address, value) => {
+                    let word = ptr::with_exposed_provenance_mut::<u32>(address as usize);
+                    // SAFETY: the worker's promise: an aligned word that stays mapped.
+                    unsafe { AtomicU32::from_ptr(word) }.store(value, Ordering::Release);
+                }
+                Order::Mark(sequence) => state.reached.store(sequence, Ordering::Release),
+            }
+        }
+        state.pending.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn move_bytes(direction: Direction, rect: &Rect) {
+    assert!(rect.rows == 1 || rect.width <= rect.device_pitch.min(rect.host_pitch), "{rect:?}");
+    for row in 0..rect.rows {
+        let device = (rect.device + row * rect.device_pitch) as usize;
+        let host = (rect.host + row * rect.host_pitch) as usize;
+        let device = ptr::with_exposed_provenance_mut::<u8>(device);
+        let host = ptr::with_exposed_provenance_mut::<u8>(host);
+        let (from, to) = match direction {
+            Direction::Save => (device, host),
+            Direction::Restore => (host, device),
+        };
+        // SAFETY: the worker's promise: both sides are mapped and belong to this copy.
+        unsafe { ptr::copy_nonoverlapping(from, to, rect.width as usize) };
+    }
+}
+
+impl CopyEngine for Twin {
+    unsafe fn copy(
+        &mut self,
+        stream: usize,
+        direction: Direction,
+        rect: &Rect,
+        shift: Shift,
+    ) -> Result<(), CudaError> {
+        if rect.rows > 1 {
+            // As strict as the driver.
+            let start = rect.device - shift.device;
+            let end = start + rect.rows * rect.device_pitch;
+            let allocations = ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+            let inside = |range: &Range<u64>| range.start <= start && end <= range.end;
+            assert!(allocations.iter().any(inside), "{rect:?} with {shift:?}");
+            assert!(shift.device + rect.width <= rect.device_pitch, "{rect:?} with {shift:?}");
+            assert!(shift.host + rect.width <= rect.host_pitch, "{rect:?} with {shift:?}");
+        }
+        self.ordered += 1;
+        let refuse_after = self.switches.refuse_after.load(Ordering::Acquire);
+        if refuse_after > 0 && self.ordered > refuse_after {
+            return Err(CudaError::of_twin("copy"));
+        }
+        self.order(stream, Order::Copy(direction, *rect))
+    }
+
+    unsafe fn store(&mut self, stream: usize, address: u64, value: u32) -> Result<(), CudaError> {
+        self.order(stream, Order::Store(address, value))
+    }
+
+    fn mark(&mut self, stream: usize, sequence: u32) -> Result<(), CudaError> {
+        self.order(stream, Order::Mark(sequence))
+    }
+
+    fn reached(&self, stream: usize) -> u32 {
+        self.streams[stream].0.reached.load(Ordering::Acquire)
+    }
+
+    fn is_idle(&self, stream: usize) -> Result<bool, CudaError> {
+        if self.switches.dead.load(Ordering::Acquire) {
+            return Err(CudaError::of_twin("is_idle"));
+        }
+        Ok(self.streams[stream].0.pending.load(Ordering::Acquire) == 0)
+    }
+
+    fn pitch_max(&self) -> u64 {
+        (1 << 31) - 1
+    }
+
+    fn host_piece(&self, _address: u64) -> Range<u64> {
+        0..u64::MAX
+    }
+}
+
+/// Twins for tests.
+#[derive(Default)]
+pub(super) struct Twins {
+    pub(super) switches: Arc<Switches>,
+}
+
+impl Rig for Twins {
+    type Device = CudaDevice;
+
+    fn start(&self, pool: Arc<DramPool>, notify: ControlRinger) -> CudaDevice {
+        let switches = Arc::clone(&self.switches);
+        let open = move |_| Ok(Box::new(Twin::new(&switches)) as Box<dyn CopyEngine>);
+        CudaDevice::with_engines(1, Arc::new(open), pool, notify, WINDOW_UNMEASURED)
+    }
+
+    fn memory(&self, bytes: u64) -> Box<dyn EngineMemory> {
+        Box::new(TwinMemory::new(bytes))
+    }
+}
+
+/// Addresses of every memory of twins.
+static ALLOCATIONS: Mutex<Vec<Range<u64>>> = Mutex::new(Vec::new());
+
+/// Memory of the twin, in words so that it is aligned.
+pub(super) struct TwinMemory {
+    /// Exposed; reached by address only.
+    start: *mut u64,
+    words: usize,
+    handle: Arc<DeviceMemory>,
+}
+
+fn this_process() -> PeerHandle {
+    let pidfd = pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd");
+    PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd: Arc::new(pidfd) }
+}
+
+impl TwinMemory {
+    /// Memory of an engine that may be another process.
+    pub(super) fn of_peer(bytes: u64, peer: PeerHandle) -> Self {
+        let words = vec![0_u64; bytes.div_ceil(8) as usize].into_boxed_slice();
+        let count = words.len();
+        let start = Box::into_raw(words).cast::<u64>();
+        let address = start.expose_provenance() as u64;
+        let range = address..address + bytes;
+        ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner).push(range);
+        let memory = CudaMemory::twin(address, bytes, peer);
+        Self { start, words: count, handle: Arc::new(DeviceMemory::Cuda(memory)) }
+    }
+
+    /// Memory that no copy may touch.
+    pub(super) fn made_up(bytes: u64) -> DeviceMemory {
+        DeviceMemory::Cuda(CudaMemory::twin(0, bytes, this_process()))
+    }
+
+    pub(super) fn new(bytes: u64) -> Self {
+        Self::of_peer(bytes, this_process())
+    }
+}
+
+impl Drop for TwinMemory {
+    fn drop(&mut self) {
+        let address = self.start.addr() as u64;
+        let mut allocations = ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        allocations.retain(|range| range.start != address);
+        drop(allocations);
+        let slice = ptr::slice_from_raw_parts_mut(self.start, self.words);
+        // SAFETY: made by `Box::into_raw` in `new`; no copy of it is in flight when a test ends.
+        drop(unsafe { Box::from_raw(slice) });
+    }
+}
+
+impl EngineMemory for TwinMemory {
+    fn handle(&self) -> Arc<DeviceMemory> {
+        Arc::clone(&self.handle)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        assert!(offset as usize + bytes.len() <= self.words * 8);
+        // SAFETY: within the allocation, checked above; the test copies nothing meanwhile.
+        let to = unsafe { self.start.cast::<u8>().add(offset as usize) };
+        // SAFETY: as above.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+    }
+
+    fn read(&self, offset: u64, bytes: usize) -> Vec<u8> {
+        assert!(offset as usize + bytes <= self.words * 8);
+        let mut copy = vec![0; bytes];
+        // SAFETY: within the allocation, checked above; the test copies nothing meanwhile.
+        let from = unsafe { self.start.cast::<u8>().add(offset as usize) };
+        // SAFETY: as above.
+        unsafe { ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), bytes) };
+        copy
+    }
+}
+
+conformance!(twin, crate::device::cuda::twin::Twins::default());
