@@ -184,13 +184,15 @@ impl Client {
     }
 
     /// Reads the done word of a restore or save: `Some(true)` once every byte is in place,
-    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory.
+    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory. Of a
+    /// restore by layer it is the first layer: ask for the last by
+    /// [`is_layer_done`](Self::is_layer_done).
     ///
     /// Valid until the index of the operation is used again, some time after its completion was
     /// returned; `None` from then on, for a handle of another client, and in a forked child.
     #[inline]
     pub fn is_done(&self, operation: &Operation) -> Option<bool> {
-        self.done_word(operation, 0)
+        self.done_word(operation, Self::word_of(None))
     }
 
     /// [`is_done`](Self::is_done) of one layer, for a restore with
@@ -198,7 +200,20 @@ impl Client {
     /// has no done word in this session.
     #[inline]
     pub fn is_layer_done(&self, operation: &Operation, layer: u32) -> Option<bool> {
-        self.done_word(operation, layer.checked_add(1)?)
+        self.done_word(operation, Self::word_of(Some(layer)))
+    }
+
+    /// Which done word of an operation says that all of it is in place, or one layer of a restore by
+    /// layer, which has one a layer and none for the whole.
+    #[inline]
+    pub(crate) fn word_of(layer: Option<u32>) -> u32 {
+        layer.unwrap_or(0)
+    }
+
+    /// All done words of the session; none in a forked child.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn done_words(&self) -> Option<orbitkv_shm_protocol::segment::DoneWordsReader> {
+        self.bound.look().ok().map(Session::done_words)
     }
 
     #[inline]

@@ -6,10 +6,13 @@
 use std::os::fd::{AsFd, BorrowedFd};
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, ManagerMessage, MemorySpec, NamespaceSpec, RegionSpec, SegmentSpec,
+    ClientMessage, GpuId, IpcHandle, ManagerMessage, MemorySpec, NamespaceSpec, RegionSpec,
+    SegmentSpec,
 };
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId};
+
+use rustix::io::Errno;
 
 use crate::client::Client;
 use crate::error::{RegisterError, message_of};
@@ -87,6 +90,38 @@ impl Client {
         bytes: u64,
     ) -> Result<Memory, RegisterError> {
         self.register_memory(MemorySpec::Memfd { bytes }, bytes, Some(memfd.as_fd()))
+    }
+
+    /// Offers memory of a GPU: a [`MemorySpec::Cuda`], as the driver gave its handle. The
+    /// allocation must live until every region over it was unregistered or the session has ended.
+    ///
+    /// # Errors
+    /// See above.
+    pub fn register_cuda(&mut self, spec: &MemorySpec) -> Result<Memory, RegisterError> {
+        self.check_process()?;
+        let MemorySpec::Cuda { bytes, .. } = *spec else {
+            return Err(RegisterError::Environment(Errno::INVAL));
+        };
+        self.register_memory(spec.clone(), bytes, None)
+    }
+
+    /// Appends events of a GPU to the session's pool, at most
+    /// [`EVENTS_PER_MESSAGE_MAX`](orbitkv_shm_protocol::bootstrap::message::EVENTS_PER_MESSAGE_MAX)
+    /// a call; returns the index of the first.
+    ///
+    /// # Errors
+    /// See above.
+    pub fn register_events(
+        &mut self,
+        gpu: GpuId,
+        handles: &[IpcHandle],
+    ) -> Result<u32, RegisterError> {
+        self.check_process()?;
+        let handles = handles.to_vec();
+        match self.ask(&ClientMessage::RegisterEvents { gpu, handles }, &[])? {
+            ManagerMessage::Events { first } => Ok(first),
+            _ => Err(self.bad_answer("events")),
+        }
     }
 
     pub(crate) fn register_memory(

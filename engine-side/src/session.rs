@@ -14,6 +14,8 @@ use orbitkv_shm_protocol::record::{
     RequestKind, SessionState, flags,
 };
 use orbitkv_shm_protocol::ring::PushError;
+#[cfg(feature = "cuda")]
+use orbitkv_shm_protocol::segment::DoneWordsReader;
 use orbitkv_shm_protocol::segment::EngineSide;
 
 use crate::completion::{Completion, StageTimes, Status};
@@ -362,6 +364,12 @@ impl Session {
     /// Done word `word` of an operation index below the credits.
     pub(crate) fn done_word(&self, operation: OperationId, word: u32) -> u32 {
         self.side.done.load(operation.index, word)
+    }
+
+    /// All done words of the session.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn done_words(&self) -> DoneWordsReader {
+        self.side.done.clone()
     }
 
     /// Results of the completion that the last poll returned.
