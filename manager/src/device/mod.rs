@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use orbitkv_shm_protocol::segment::DoneWords;
 
-use crate::core::{CopyFault, CopyPage, Direction, Ticket};
+use crate::core::{CopyFault, CopyPage, Direction, RegionKind, Ticket};
 
 pub use cuda::{
     CudaDevice, CudaError, CudaImportError, CudaImporter, CudaMemory, Gpu, Gpus, NoCuda,
@@ -67,11 +67,11 @@ impl DeviceMemory {
         }
     }
 
-    /// What copies from it and to it.
-    pub fn device(&self) -> DeviceKind {
+    /// What it is for `core`, and which device copies from it and to it.
+    pub fn kind(&self) -> RegionKind {
         match self {
-            Self::Host(_) => DeviceKind::Host,
-            Self::Cuda(_) => DeviceKind::Cuda,
+            Self::Host(_) => RegionKind::Host,
+            Self::Cuda(_) => RegionKind::Gpu,
         }
     }
 
@@ -83,20 +83,6 @@ impl DeviceMemory {
             _ => false,
         }
     }
-
-    /// Whether work that is queued on a device writes it: whoever reads it waits for an event first.
-    pub fn needs_fence(&self) -> bool {
-        self.device() == DeviceKind::Cuda
-    }
-}
-
-/// Kinds of devices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum DeviceKind {
-    /// Memory of the host.
-    Host,
-    /// Memory of a GPU.
-    Cuda,
 }
 
 /// An event of an engine: whether what it recorded before is done.

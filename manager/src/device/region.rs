@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::message::{LAYOUT_SEGMENTS_MAX, RegionSpec};
 
-use super::{DeviceKind, DeviceMemory};
+use super::DeviceMemory;
+use crate::core::RegionKind;
 
 /// Why a region was refused. Numbers are the engine's; segments count from 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -394,15 +395,9 @@ impl DeviceRegion {
     pub fn layout(&self) -> &PageLayout {
         &self.layout
     }
-
-    /// Whether work that is queued on a device writes its memory, so that a save needs a fence.
-    pub fn needs_fence(&self) -> bool {
-        self.memories.iter().any(|memory| memory.needs_fence())
-    }
-
-    /// What copies from it and to it.
-    pub fn device(&self) -> Option<DeviceKind> {
-        self.memories.first().map(|memory| memory.device())
+    /// What its memories are: all are the same.
+    pub fn kind(&self) -> RegionKind {
+        self.memories.first().map_or(RegionKind::Host, |memory| memory.kind())
     }
 
     /// The memory of a [`Placement`].

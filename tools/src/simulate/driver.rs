@@ -65,6 +65,7 @@ impl Simulation {
             query_budget_bytes: u64::MAX / 4,
             session_budget_bytes: u64::MAX / 4,
             copy_quantum_bytes: u64::MAX,
+            gpu_copy_quantum_bytes: u64::MAX,
             report_drops: exclusive,
             spill_policy: match spill {
                 Spill::All => SpillPolicy::All,
