@@ -3,7 +3,7 @@
 use orbitkv_engine::{DependencySpec, NamespaceSpec};
 use orbitkv_manager::core::{
     Core, CoreConfig, DeviceLayout, Direction, Effect, Effects, Event, Nanos, RegionGeometry,
-    SpillPolicy, slot_bytes,
+    RegionKind, SpillPolicy, slot_bytes,
 };
 use orbitkv_shm_protocol::ids::{
     EngineId, LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId,
@@ -91,7 +91,7 @@ impl Simulation {
             .define_namespace(SESSION, &namespace(info))
             .unwrap_or_else(|refusal| panic!("simulated namespace refused: {refusal}"));
         let region = core
-            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX, false)
+            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX, RegionKind::Host)
             .unwrap_or_else(|refusal| panic!("simulated region refused: {refusal}"));
         Self {
             core,
