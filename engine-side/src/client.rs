@@ -190,15 +190,19 @@ impl Client {
     /// returned; `None` from then on, for a handle of another client, and in a forked child.
     #[inline]
     pub fn is_done(&self, operation: &Operation) -> Option<bool> {
-        self.done_word(operation, 0)
+        let session = self.bound.look().ok()?;
+        self.done_word(operation, session.last_word(operation.id))
     }
 
-    /// [`is_done`](Self::is_done) of one layer, for a restore with
-    /// [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer). `None` also for a layer that
-    /// has no done word in this session.
+    /// Reads the done word of one layer of a restore with
+    /// [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer): `Some(true)` once every byte of
+    /// this layer and of those before it is in place, `Some(false)` once the restore has ended
+    /// without, `None` before that and for a layer that the region does not have. What is done stays
+    /// so when the rest fails.
     #[inline]
     pub fn is_layer_done(&self, operation: &Operation, layer: u32) -> Option<bool> {
-        self.done_word(operation, layer.checked_add(1)?)
+        let session = self.bound.look().ok()?;
+        (layer <= session.last_word(operation.id)).then(|| self.done_word(operation, layer))?
     }
 
     #[inline]

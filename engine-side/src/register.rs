@@ -1,4 +1,4 @@
-//! Registration over the bootstrap socket: namespaces, sets, memory and regions.
+//! Registration over the bootstrap socket: namespaces, sets, memory, events and regions.
 //!
 //! Blocking, each call at most the timeout of [`Connect`](crate::Connect); done before serving
 //! starts, not per request.
@@ -6,7 +6,8 @@
 use std::os::fd::{AsFd, BorrowedFd};
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, ManagerMessage, MemorySpec, NamespaceSpec, RegionSpec, SegmentSpec,
+    ClientMessage, GpuId, IpcHandle, ManagerMessage, MemorySpec, NamespaceSpec, RegionSpec,
+    SegmentSpec,
 };
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId};
@@ -38,6 +39,9 @@ pub struct Segment {
     pub stride: u64,
     /// Length, in bytes.
     pub length: u64,
+    /// Layer that it belongs to, for [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer):
+    /// below the session's done words. 0 where nobody restores by layer.
+    pub layer: u32,
 }
 
 /// All of them fail as [`RegisterError`] says. After [`RegisterError::Timeout`] the client stays
@@ -89,6 +93,54 @@ impl Client {
         self.register_memory(MemorySpec::Memfd { bytes }, bytes, Some(memfd.as_fd()))
     }
 
+    /// Offers `bytes` bytes of a GPU allocation, from `offset` of it on.
+    ///
+    /// `gpu` is the UUID of the GPU and `handle` what `cuIpcGetMemHandle` gave for the allocation. It
+    /// stands for all of it, whatever address in it was asked for, so `offset` counts from the
+    /// allocation's own start (`cuMemGetAddressRange`). The Manager keeps the allocation open until
+    /// every region over it is unregistered.
+    ///
+    /// Kernels that write the pages run when the GPU comes to them, so each save from such memory
+    /// names a fence: see [`register_events`](Self::register_events).
+    ///
+    /// # Errors
+    /// See above; [`RegisterError::Refused`] also when the Manager runs without CUDA, does not see
+    /// that GPU, or cannot open the allocation (memory of `cuMemCreate` has no such handle).
+    pub fn register_cuda_memory(
+        &mut self,
+        gpu: GpuId,
+        handle: IpcHandle,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Memory, RegisterError> {
+        self.check_process()?;
+        self.register_memory(MemorySpec::Cuda { gpu, handle, offset, bytes }, bytes, None)
+    }
+
+    /// Appends events of one GPU to the session's pool, at most 256 a call: `handles` are what
+    /// `cuIpcGetEventHandle` gave for events made with `CU_EVENT_INTERPROCESS`. Returns the index of
+    /// the first, which [`SaveOptions::fence`](crate::SaveOptions::fence) and
+    /// [`RestoreOptions::fence`](crate::RestoreOptions::fence) name; the others follow.
+    ///
+    /// An event belongs to one operation from [`submit`](Self::submit) to its completion. Before that
+    /// it must have been recorded (one that never was passes at once), and until then it must not be
+    /// recorded again. The pool ends with the session.
+    ///
+    /// # Errors
+    /// See above.
+    pub fn register_events(
+        &mut self,
+        gpu: GpuId,
+        handles: &[IpcHandle],
+    ) -> Result<u32, RegisterError> {
+        self.check_process()?;
+        let handles = handles.to_vec();
+        match self.ask(&ClientMessage::RegisterEvents { gpu, handles }, &[])? {
+            ManagerMessage::Events { first } => Ok(first),
+            _ => Err(self.bad_answer("events")),
+        }
+    }
+
     pub(crate) fn register_memory(
         &mut self,
         spec: MemorySpec,
@@ -119,7 +171,14 @@ impl Client {
         match self.ask(&ClientMessage::RegisterRegion(spec), &[])? {
             ManagerMessage::Region { region, page_bytes } => {
                 let pages = layout.pages;
-                Ok(Region { tag: self.tag(), id: RegionId(region), pages, page_bytes })
+                let last = layout.segments.iter().map(|segment| segment.layer).max();
+                Ok(Region {
+                    tag: self.tag(),
+                    id: RegionId(region),
+                    pages,
+                    page_bytes,
+                    last_layer: last.unwrap_or(0),
+                })
             }
             _ => Err(self.bad_answer("region")),
         }
@@ -168,6 +227,6 @@ fn segment_spec(segment: &Segment) -> SegmentSpec {
         offset: segment.offset,
         stride: segment.stride,
         length: segment.length,
-        layer: 0,
+        layer: segment.layer,
     }
 }
