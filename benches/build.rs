@@ -3,12 +3,13 @@
 use std::process::Command;
 
 /// Sources whose changes make a build differ from its commit.
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 7] = [
     "../shm-protocol/src",
     "../manager/src",
     "../engine-side/src",
     "../tools/src",
     "src",
+    "kernels",
     "build.rs",
 ];
 

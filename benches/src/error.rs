@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use orbitkv_engine::cuda::CudaError;
 use orbitkv_manager::pool::PoolError;
 use orbitkv_manager::ssd::SsdError;
 
@@ -60,6 +61,12 @@ pub enum BenchError {
         /// Its own last words.
         message: Box<str>,
     },
+    /// There is nothing to keep busy.
+    #[error("--beside-busy keeps a GPU busy; add --device cuda")]
+    NotOnGpu,
+    /// The GPU, or its driver.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// A process of the benchmark gave no answer.
     #[error("the part {part} of the benchmark gave no answer: {cause}")]
     Part {

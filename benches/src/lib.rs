@@ -2,15 +2,19 @@
 //!
 //! `orbitkv bench` is the way in. A benchmark is made of *parts*: processes of their own, started
 //! from this same program, each pinned where its measurement asks for it. [`control`] is the
-//! coordinator of the control path, [`part::run`] what such a process does. [`ssd`] runs in one process,
-//! with the threads of the tier. `README.md` says what
+//! coordinator of the control path, [`device`] that of the copies, [`part::run`] what such a process
+//! does. [`ssd`] runs in one process, with the threads of the tier. `README.md` says what
 //! every number means and how it is taken.
 
 pub mod allocations;
 mod bar;
+mod clock;
 pub mod control;
+mod crew;
+pub mod device;
 mod error;
 mod floors;
+pub mod gpu;
 mod lookup;
 mod machine;
 pub mod manager;

@@ -53,7 +53,7 @@ pub(crate) fn namespace() -> NamespaceSpec {
 
 /// A permutation of 64-bit numbers whose outputs look random: Stafford's variant 13 of the
 /// MurmurHash3 finaliser, as in SplitMix64.
-fn mixed(mut bits: u64) -> u64 {
+pub(crate) fn mixed(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     bits ^ (bits >> 31)

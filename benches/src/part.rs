@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::{Deserialize, Serialize};
 
+use crate::device::{Busy, Copies, Engine, Kind, Order};
 use crate::error::BenchError;
 use crate::lookup::Lookup;
 use crate::session::Session;
@@ -42,6 +43,10 @@ pub(crate) enum Work {
     Save { socket: PathBuf, chains: u32 },
     /// Round trips, one measurement an `ask`; without any the client stays attached and idle.
     RoundTrips { socket: PathBuf, chains: u32, asks: Vec<Ask>, wait: Wait, length: Length },
+    /// Copies of an engine on its device, one measurement an order.
+    Device { socket: PathBuf, kind: Kind, orders: Vec<Order> },
+    /// Keeps a GPU busy and says `rates` times how fast that goes.
+    Busy { rates: usize },
     /// Queries of one page, each with its release, as many as possible.
     Throughput { socket: PathBuf, chains: u32, depth: u32, slice_ns: u64 },
 }
@@ -110,6 +115,10 @@ pub(crate) enum Answer {
         pages: u64,
     },
     Rate(Rate),
+    Copies(Vec<Copies>),
+    Kernels {
+        per_second: f64,
+    },
     /// No numbers; the message says why.
     Failed {
         is_wrong: bool,
@@ -186,6 +195,17 @@ fn work(job: &Job, begin: &mut impl Iterator<Item = String>) -> Result<(), Bench
                 session.round_trips(ask, *wait, *length, &mut samples).map(Answer::Times)
             })?;
             session.end()
+        }
+        Work::Device { socket, kind, orders } => {
+            let mut engine = Engine::new(socket, *kind)?;
+            each(begin, orders, |order| engine.follow(order).map(Answer::Copies))?;
+            engine.end()
+        }
+        Work::Busy { rates } => {
+            let mut busy = Busy::start()?;
+            each(begin, &vec![(); *rates], |()| {
+                busy.rate().map(|per_second| Answer::Kernels { per_second })
+            })
         }
         Work::Throughput { socket, chains, depth, slice_ns } => {
             let mut session = Session::attach(socket, *chains)?;

@@ -18,8 +18,7 @@ pub(crate) fn now() -> u64 {
 #[cfg(not(target_arch = "x86_64"))]
 #[inline]
 pub(crate) fn now() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    crate::clock::now_ns()
 }
 
 /// How ticks become nanoseconds.

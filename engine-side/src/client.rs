@@ -184,14 +184,15 @@ impl Client {
     }
 
     /// Reads the done word of a restore or save: `Some(true)` once every byte is in place,
-    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory.
+    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory. Of a
+    /// restore by layer it is the first layer: ask for the last by
+    /// [`is_layer_done`](Self::is_layer_done).
     ///
     /// Valid until the index of the operation is used again, some time after its completion was
     /// returned; `None` from then on, for a handle of another client, and in a forked child.
     #[inline]
     pub fn is_done(&self, operation: &Operation) -> Option<bool> {
-        let session = self.bound.look().ok()?;
-        self.done_word(operation, session.last_word(operation.id))
+        self.done_word(operation, operation.last_word)
     }
 
     /// Reads the done word of one layer of a restore with
@@ -201,8 +202,13 @@ impl Client {
     /// so when the rest fails.
     #[inline]
     pub fn is_layer_done(&self, operation: &Operation, layer: u32) -> Option<bool> {
-        let session = self.bound.look().ok()?;
-        (layer <= session.last_word(operation.id)).then(|| self.done_word(operation, layer))?
+        (layer <= operation.last_word).then(|| self.done_word(operation, layer))?
+    }
+
+    /// All done words of the session; none in a forked child.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn done_words(&self) -> Option<orbitkv_shm_protocol::segment::DoneWordsReader> {
+        self.bound.look().ok().map(Session::done_words)
     }
 
     #[inline]

@@ -76,7 +76,7 @@ impl Connect {
     }
 
     /// Done words of one operation: 1 to 256; 1 unless set. Restores by layer need one for each
-    /// layer and one more.
+    /// layer.
     pub fn done_words(mut self, words: u32) -> Self {
         self.geometry.done_words = words;
         self

@@ -122,6 +122,8 @@ impl Lease {
 pub struct Operation {
     pub(crate) tag: Tag,
     pub(crate) id: OperationId,
+    /// The done word that says that all of it is in place.
+    pub(crate) last_word: u32,
 }
 
 impl Operation {

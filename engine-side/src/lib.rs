@@ -21,6 +21,7 @@
 //!   Without a credit or page table space a request is refused as [`SubmitError::WouldBlock`].
 //! - The Manager's bytes are not trusted: they are copied, checked against the request, and only
 //!   then used.
+//! - On a GPU the feature `cuda` has what an engine needs beside this (module `cuda`).
 //! - In a forked child every call is refused; the parent's session is untouched.
 //! - Pages of a save must not change, and pages of a restore must not be used, before the operation
 //!   has ended, or [`Client::is_done`] says `Some(true)`. A timeout is never evidence of an end,
@@ -30,6 +31,9 @@ mod client;
 mod completion;
 mod connect;
 mod control;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "the driver is a C library")]
+pub mod cuda;
 mod error;
 mod handles;
 mod memory;

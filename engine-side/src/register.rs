@@ -12,6 +12,8 @@ use orbitkv_shm_protocol::bootstrap::message::{
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId};
 
+use rustix::io::Errno;
+
 use crate::client::Client;
 use crate::error::{RegisterError, message_of};
 use crate::handles::{Memory, Region, Scope, Tag};
@@ -93,33 +95,28 @@ impl Client {
         self.register_memory(MemorySpec::Memfd { bytes }, bytes, Some(memfd.as_fd()))
     }
 
-    /// Offers `bytes` bytes of a GPU allocation, from `offset` of it on.
-    ///
-    /// `gpu` is the UUID of the GPU and `handle` what `cuIpcGetMemHandle` gave for the allocation. It
-    /// stands for all of it, whatever address in it was asked for, so `offset` counts from the
-    /// allocation's own start (`cuMemGetAddressRange`). The Manager keeps the allocation open until
-    /// every region over it is unregistered.
+    /// Offers memory of a GPU: a [`MemorySpec::Cuda`]. Its handle stands for a whole allocation,
+    /// whatever address in it was asked for, so the offset counts from the allocation's own start. The
+    /// allocation must live until every region over it was unregistered or the session has ended.
     ///
     /// Kernels that write the pages run when the GPU comes to them, so each save from such memory
     /// names a fence: see [`register_events`](Self::register_events).
     ///
     /// # Errors
     /// See above; [`RegisterError::Refused`] also when the Manager runs without CUDA, does not see
-    /// that GPU, or cannot open the allocation (memory of `cuMemCreate` has no such handle).
-    pub fn register_cuda_memory(
-        &mut self,
-        gpu: GpuId,
-        handle: IpcHandle,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<Memory, RegisterError> {
+    /// that GPU, or cannot open the allocation.
+    pub fn register_cuda(&mut self, spec: &MemorySpec) -> Result<Memory, RegisterError> {
         self.check_process()?;
-        self.register_memory(MemorySpec::Cuda { gpu, handle, offset, bytes }, bytes, None)
+        let MemorySpec::Cuda { bytes, .. } = *spec else {
+            return Err(RegisterError::Environment(Errno::INVAL));
+        };
+        self.register_memory(spec.clone(), bytes, None)
     }
 
-    /// Appends events of one GPU to the session's pool, at most 256 a call: `handles` are what
-    /// `cuIpcGetEventHandle` gave for events made with `CU_EVENT_INTERPROCESS`. Returns the index of
-    /// the first, which [`SaveOptions::fence`](crate::SaveOptions::fence) and
+    /// Appends events of one GPU to the session's pool, at most
+    /// [`EVENTS_PER_MESSAGE_MAX`](orbitkv_shm_protocol::bootstrap::message::EVENTS_PER_MESSAGE_MAX)
+    /// a call: what `cuIpcGetEventHandle` gave for each. Returns the index of the first, which
+    /// [`SaveOptions::fence`](crate::SaveOptions::fence) and
     /// [`RestoreOptions::fence`](crate::RestoreOptions::fence) name; the others follow.
     ///
     /// An event belongs to one operation from [`submit`](Self::submit) to its completion. Before that

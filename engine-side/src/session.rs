@@ -14,6 +14,8 @@ use orbitkv_shm_protocol::record::{
     RequestKind, SessionState, flags,
 };
 use orbitkv_shm_protocol::ring::PushError;
+#[cfg(feature = "cuda")]
+use orbitkv_shm_protocol::segment::DoneWordsReader;
 use orbitkv_shm_protocol::segment::EngineSide;
 
 use crate::completion::{Completion, StageTimes, Status};
@@ -50,7 +52,7 @@ pub(crate) struct Session {
     ranges: RangeAllocator,
     anchors: Anchors,
     entries_max: u32,
-    /// The done word that an operation stores last, by its index.
+    /// [`Operation::last_word`] of what is or was last outstanding, by operation index.
     last_words: Vec<u32>,
     readable: Option<Readable>,
     /// Found while results were read, acted upon by the next poll.
@@ -161,7 +163,10 @@ impl Session {
         self.write_entries(range, chains);
         let Tag { session, epoch } = self.tag;
         match self.side.requests.push(|sequence| request.encode(session, epoch, sequence)) {
-            Ok(()) => Ok(Operation { tag: self.tag, id: operation }),
+            Ok(()) => {
+                self.last_words[operation.index as usize] = 0;
+                Ok(self.handle(operation))
+            }
             Err(error) => {
                 self.pending.end(operation);
                 self.ranges.release(range);
@@ -281,7 +286,7 @@ impl Session {
         let Some((id, issued)) = self.pending.end_any() else { return Err(gone) };
         self.ranges.release(issued.range);
         Ok(Some(Completion {
-            operation: Operation { tag: self.tag, id },
+            operation: self.handle(id),
             kind: issued.kind,
             status: Status::Gone,
             code: Code::None,
@@ -335,7 +340,7 @@ impl Session {
             })
         });
         Completion {
-            operation: Operation { tag: self.tag, id: answer.operation },
+            operation: self.handle(answer.operation),
             kind: answer.kind,
             status: answer.status.into(),
             code: answer.code,
@@ -362,19 +367,27 @@ impl Session {
         operation.tag == self.tag && self.pending.get(operation.id).is_some()
     }
 
-    /// Notes which done word tells that all of an operation is done: 0 unless told otherwise.
-    pub(crate) fn set_last_word(&mut self, operation: OperationId, word: u32) {
-        self.last_words[operation.index as usize] = word;
+    /// The operation as one whose done word `last_word` says that all of it is in place: without,
+    /// that is the first.
+    pub(crate) fn with_last_word(&mut self, operation: Operation, last_word: u32) -> Operation {
+        self.last_words[operation.id.index as usize] = last_word;
+        Operation { last_word, ..operation }
     }
 
-    /// The done word that tells that all of an operation is done.
-    pub(crate) fn last_word(&self, operation: OperationId) -> u32 {
-        self.last_words.get(operation.index as usize).copied().unwrap_or(0)
+    /// The handle of an operation index below the credits.
+    fn handle(&self, id: OperationId) -> Operation {
+        Operation { tag: self.tag, id, last_word: self.last_words[id.index as usize] }
     }
 
     /// Done word `word` of an operation index below the credits.
     pub(crate) fn done_word(&self, operation: OperationId, word: u32) -> u32 {
         self.side.done.load(operation.index, word)
+    }
+
+    /// All done words of the session.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn done_words(&self) -> DoneWordsReader {
+        self.side.done.clone()
     }
 
     /// Results of the completion that the last poll returned.

@@ -165,8 +165,8 @@ impl Client {
             by_layer: options.by_layer,
         };
         let operation = session.stage_pages(body, options.deadline.ms(), &chains)?;
-        session.set_last_word(operation.id, if options.by_layer { region.last_layer } else { 0 });
-        Ok(operation)
+        let last_word = if options.by_layer { region.last_layer } else { 0 };
+        Ok(session.with_last_word(operation, last_word))
     }
 
     /// Ends a lease for this session's rank.

@@ -414,8 +414,8 @@ impl Service {
                 self.answer_scope(question, defined);
             }
             EndpointEvent::RegisterRegion { question, session, scope, pages, region } => {
-                let fenced = region.needs_fence();
-                let answer = match self.core.register_region(session, scope, pages, fenced) {
+                let kind = region.kind();
+                let answer = match self.core.register_region(session, scope, pages, kind) {
                     Ok(id) => {
                         if let Some(client) = self.client_mut(session) {
                             client.set_region(id, region);

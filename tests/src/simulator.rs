@@ -132,6 +132,7 @@ impl Plan {
         config.lease_ttl_ns = rng.u64(5..60) * MILLISECOND;
         config.operation_timeout_ns = rng.u64(5..40) * MILLISECOND;
         config.copy_quantum_bytes = unit * rng.u64(1..5);
+        config.gpu_copy_quantum_bytes = unit * rng.u64(1..9);
         config.read_window_bytes = unit * rng.u64(1..5);
         config.reads_in_flight_bytes = unit * rng.u64(1..9);
         config.reads_in_flight_max = rng.u32(1..9);

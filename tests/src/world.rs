@@ -11,7 +11,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use orbitkv_manager::core::{
     CopyFault, CopyPage, Core, CoreConfig, Direction, Effects, Event, Extent, FenceWait,
-    ImageIdentity, IoFault, NamespaceFingerprint, Nanos, Recovered, RegionGeometry, Slot, Ticket,
+    ImageIdentity, IoFault, NamespaceFingerprint, Nanos, Recovered, RegionGeometry, RegionKind,
+    Slot, Ticket,
 };
 use orbitkv_shm_protocol::bootstrap::message::NamespaceSpec;
 use orbitkv_shm_protocol::ids::{
@@ -286,12 +287,12 @@ impl World {
 
     /// A session registers a region.
     pub fn region(&mut self, session: SessionId, scope: ScopeId, pages: u32) -> RegionId {
-        self.region_of(session, scope, pages, false)
+        self.region_of(session, scope, pages, RegionKind::Host)
     }
 
     /// A session registers a region whose saves need a fence.
     pub fn fenced_region(&mut self, session: SessionId, scope: ScopeId, pages: u32) -> RegionId {
-        self.region_of(session, scope, pages, true)
+        self.region_of(session, scope, pages, RegionKind::Gpu)
     }
 
     fn region_of(
@@ -299,9 +300,9 @@ impl World {
         session: SessionId,
         scope: ScopeId,
         pages: u32,
-        fenced: bool,
+        kind: RegionKind,
     ) -> RegionId {
-        let region = self.core.register_region(session, scope, pages, fenced);
+        let region = self.core.register_region(session, scope, pages, kind);
         let region = region.expect("a good region");
         let client = self.client_mut(session);
         let member = client.scopes[scope.0 as usize][0];

@@ -9,6 +9,7 @@ use orbitkv_engine::{
     QueryMode, Refusal, Region, RegionLayout, RegisterError, RestoreOptions, SaveOptions, Scope,
     Segment, Status,
 };
+use orbitkv_shm_protocol::bootstrap::message::MemorySpec;
 use orbitkv_tests::engine::{blocks, hashes, namespace};
 use orbitkv_tests::manager::{Manager, PATIENCE};
 use orbitkv_tests::setup;
@@ -176,7 +177,8 @@ fn layers_without_words_and_gpus_without_cuda_are_refused() {
     assert!(message.contains("layer 5") && message.contains("5 done words"), "{message}");
 
     let (gpu, handle) = (HexBytes([1; 16]), HexBytes([2; 64]));
-    let memory = engine.client.register_cuda_memory(gpu, handle, 0, PAGE).map(drop);
+    let spec = MemorySpec::Cuda { gpu, handle, offset: 0, bytes: PAGE };
+    let memory = engine.client.register_cuda(&spec).map(drop);
     let events = engine.client.register_events(gpu, &[handle]).map(drop);
     for refused in [memory, events] {
         let Err(RegisterError::Refused { refusal, message }) = refused else { panic!() };

@@ -1,6 +1,7 @@
 //! `bench`: what the library of benchmarks measures, as a table and as JSON.
 
 mod control;
+mod device;
 mod publish;
 mod ssd;
 
@@ -23,6 +24,8 @@ pub(crate) struct BenchVerb {
 enum Kind {
     /// Round trips that move no bytes, beside the floors of this machine
     Control(control::ControlArgs),
+    /// Copies between an engine's pages and DRAM, beside raw copies of the same bytes
+    Device(device::DeviceArgs),
     /// Reads and writes of the SSD tier, beside a plain `io_uring` loop on the same file
     Ssd(ssd::SsdArgs),
 }
@@ -31,6 +34,7 @@ enum Kind {
 pub(crate) fn run(verb: BenchVerb) -> Result<Exit, ToolError> {
     match verb.kind {
         Kind::Control(args) => control::run(args),
+        Kind::Device(args) => device::run(args),
         Kind::Ssd(args) => ssd::run(args),
     }
 }

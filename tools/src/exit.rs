@@ -206,12 +206,13 @@ impl From<ManagerError> for ToolError {
 fn exit_of_bench(error: &BenchError) -> Exit {
     match error {
         BenchError::Ssd(error) if error.is_not_ours() => Exit::Usage,
-        BenchError::FileTooSmall { .. } => Exit::Usage,
+        BenchError::FileTooSmall { .. } | BenchError::NotOnGpu => Exit::Usage,
         BenchError::System { .. }
         | BenchError::Ssd(_)
         | BenchError::Memory(_)
         | BenchError::FileExists { .. }
         | BenchError::TooFewCpus { .. }
+        | BenchError::Cuda(_)
         | BenchError::PartFailed { .. } => Exit::System,
         BenchError::Manager { exit, .. } if *exit > 0 => Exit::from_code(*exit),
         _ => Exit::Failed,

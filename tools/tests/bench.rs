@@ -338,6 +338,47 @@ const SSD_KEYS: [&str; 9] = [
 
 /// Goal: `bench ssd` moves and checks pages on one file and on two, and has every number. Method:
 /// files as small as they may be.
+/// Goal: `bench device` has the numbers of the contract for every operation of a shape. Its own
+/// compares would have ended it. Method: the small shapes once, in host memory.
+#[test]
+fn copies_are_measured_beside_raw_ones() {
+    let place = Place::new();
+    let out = place.0.path().join("out.json");
+    let arguments = ["bench", "device", "--runs", "1", "--shape", "4k", "--shape", "18m_split"];
+    let output = place.command(&arguments).arg("--json").arg(&out).output().unwrap();
+    let (said, complaints) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{complaints}");
+    place.assert_nothing_is_left(&[]);
+    let json: Value = serde_json::from_slice(&fs::read(out).unwrap()).unwrap();
+    let results = json["results"].as_array().unwrap();
+    let name = |one: &Value| format!("{} {}", one["shape"], one["op"]).replace('"', "");
+    assert_eq!(
+        results.iter().map(name).collect::<Vec<_>>(),
+        ["4k save", "4k restore", "18m_split save", "18m_split restore", "18m_split both"]
+    );
+    for one in results {
+        for key in ["ours_us_p50", "ours_us_p99", "raw_us_p50", "ratio", "gb_per_s"] {
+            assert!(one[key].as_f64().is_some_and(|value| value > 0.0), "{key}: {one}");
+        }
+        assert_eq!(one["mismatches"], 0);
+        let (bytes, segments) = match one["shape"].as_str() {
+            Some("4k") => (4096, 1),
+            _ => (18 << 20, 9216),
+        };
+        let times = if one["op"] == "both" { 2 } else { 1 };
+        assert_eq!(
+            (&one["bytes"], &one["segments"]),
+            (&json!(times * bytes), &json!(times * segments))
+        );
+        let path =
+            format!("{}/{}/ours_us", one["shape"].as_str().unwrap(), one["op"].as_str().unwrap());
+        assert!(said.contains(&path), "{path} is not in the table");
+    }
+    assert!(json["delivery_ns"]["p50"].is_number() && json["delivery_ns"]["p99"].is_number());
+    assert_eq!(json["device"], "host");
+}
+
 #[test]
 fn the_ssd_tier_is_measured_beside_a_plain_loop_and_its_files_go() {
     let place = Place::new();

@@ -6,7 +6,6 @@
 //! turn, and the medians of the rounds are reported.
 
 mod bars;
-mod crew;
 mod pinned;
 mod rounds;
 

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::crew::Crew;
 use super::pinned::Pinned;
 use super::{CLIENTS, Options};
+use crate::crew::Crew;
 use crate::error::BenchError;
 use crate::pages::CHAIN_PAGES;
 use crate::part::{Answer, Ask, Floor, Job, Length, Rate, Wait, Walk, Work};

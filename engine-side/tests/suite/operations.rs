@@ -108,7 +108,7 @@ fn a_failed_restore_says_so_in_its_done_word() {
 #[test]
 fn layers_have_done_words_of_their_own() {
     let twin = Twin::start();
-    let client = Connect::new(twin.path()).done_words(3).connect().unwrap();
+    let client = Connect::new(twin.path()).done_words(2).connect().unwrap();
     let mut rig = Rig::over(client);
     assert_eq!(rig.region.layers(), 2);
     let pages = blocks(1, 1, 0);
@@ -157,9 +157,10 @@ fn memory_and_events_of_a_gpu_are_registered_by_their_handles() {
     let mut rig = Rig::new(twin.path());
     let gpu: GpuId = "00112233445566778899aabbccddeeff".parse().unwrap();
     let handle = |number: u8| HexBytes([number; 64]);
-    let memory = rig.client.register_cuda_memory(gpu, handle(1), 512, 8192).unwrap();
+    let of_gpu = |bytes| MemorySpec::Cuda { gpu, handle: handle(1), offset: 512, bytes };
+    let memory = rig.client.register_cuda(&of_gpu(8192)).unwrap();
     assert_eq!(memory.bytes(), 8192);
-    let nothing = rig.client.register_cuda_memory(gpu, handle(1), 512, 0);
+    let nothing = rig.client.register_cuda(&of_gpu(0));
     assert!(matches!(nothing, Err(RegisterError::Refused { .. })), "{nothing:?}");
     assert_eq!(rig.client.register_events(gpu, &[handle(2), handle(3)]).unwrap(), 0);
     let none = rig.client.register_events(gpu, &[]);
@@ -170,8 +171,7 @@ fn memory_and_events_of_a_gpu_are_registered_by_their_handles() {
         let Reach::Gpu(spec) = &seat.memories[1] else { panic!("another memory") };
         (spec.clone(), seat.events.clone())
     });
-    let (offset, bytes) = (512, 8192);
-    assert_eq!(spec, MemorySpec::Cuda { gpu, handle: handle(1), offset, bytes });
+    assert_eq!(spec, of_gpu(8192));
     assert_eq!(events, [2, 3, 4].map(|number| (gpu, handle(number))));
 }
 

@@ -288,6 +288,7 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("leases_max", limits::LEASES_MAX as u64),
     ("namespaces_max (an epoch)", limits::NAMESPACES_MAX as u64),
     ("copy_quantum (bytes, at least one page)", limits::COPY_QUANTUM_BYTES),
+    ("gpu_copy_quantum (bytes, at least one page)", limits::GPU_COPY_QUANTUM_BYTES),
     ("copies_in_flight (commands a direction)", limits::COPIES_IN_FLIGHT_MAX as u64),
     (
         "long_copies_in_flight (commands of a session a direction, beside the others)",

@@ -16,6 +16,7 @@ use super::job::{Entry, EntryState, Fence, Job, JobRef, Stage};
 use super::life::EvictionCursor;
 use super::limits::{COPIES_IN_FLIGHT_MAX, LONG_COPIES_PER_SESSION_MAX};
 use super::query::charge;
+use super::registration::RegionKind;
 use super::stats::SpillOutcome;
 use super::{Core, CoreConfig};
 
@@ -286,6 +287,11 @@ impl Core {
             return false;
         }
         let session = job.session;
+        let kind = self.sessions.get(session).and_then(|found| Some(found.region(region)?.kind));
+        let quantum = match kind {
+            Some(RegionKind::Gpu) => self.config.gpu_copy_quantum_bytes,
+            Some(RegionKind::Host) | None => self.config.copy_quantum_bytes,
+        };
         let long = fence.is_some() || whole;
         if let Some(found) = self.sessions.get_mut(session)
             && long
@@ -319,7 +325,7 @@ impl Core {
             };
             let Some(extent) = extent else { break };
             let len = u64::from(extent.bytes);
-            if first.is_some() && !whole && bytes + len > self.config.copy_quantum_bytes {
+            if first.is_some() && !whole && bytes + len > quantum {
                 break;
             }
             bytes += len;

@@ -11,6 +11,9 @@ pub const PAGE_BYTES_MAX: u64 = 64 << 20;
 pub const READ_WINDOW_BYTES: u64 = 4 << 20;
 /// Bytes that one copy command moves, at least one page.
 pub const COPY_QUANTUM_BYTES: u64 = 1 << 20;
+/// Bytes that one copy command of a GPU moves, at least one page: 5 ms of its bus. The more pages a
+/// command has, the fewer orders its copies take.
+pub const GPU_COPY_QUANTUM_BYTES: u64 = 256 << 20;
 /// Copy commands in flight a direction: with few, a cancel or a more urgent job waits for little.
 pub const COPIES_IN_FLIGHT_MAX: u32 = 4;
 /// Copy commands in flight of one session a direction that may take long, because they wait for a

@@ -76,7 +76,7 @@ pub use geometry::{FOOTER_BYTES, RegionGeometry};
 pub use laws::PageView;
 pub use namespace::{NamespaceFingerprint, namespace_fingerprint};
 pub use recover::{Recovered, RecoveredPage};
-pub use registration::CoreRefusal;
+pub use registration::{CoreRefusal, RegionKind};
 pub use slots::{DeviceLayout, Intake, slot_bytes};
 pub use spill::SpillPolicy;
 pub use stats::{Gauges, LeaseEnd, PrepareOutcome, SpillOutcome, Stats};
@@ -105,6 +105,8 @@ pub struct CoreConfig {
     pub bad_requests_max: u32,
     /// Bytes that one copy command moves, at least one page.
     pub copy_quantum_bytes: u64,
+    /// The same of regions on GPUs.
+    pub gpu_copy_quantum_bytes: u64,
     /// Bytes that one operation may have read ahead of its copies or its answer, at least one page.
     pub read_window_bytes: u64,
     /// Bytes of reads in flight of one SSD device, at least one page.
@@ -153,6 +155,7 @@ impl CoreConfig {
             page_bytes_max: limits::PAGE_BYTES_MAX,
             bad_requests_max: limits::BAD_REQUESTS_MAX,
             copy_quantum_bytes: limits::COPY_QUANTUM_BYTES,
+            gpu_copy_quantum_bytes: limits::GPU_COPY_QUANTUM_BYTES,
             read_window_bytes: limits::READ_WINDOW_BYTES,
             reads_in_flight_bytes: limits::READS_IN_FLIGHT_BYTES,
             reads_in_flight_max: limits::READS_IN_FLIGHT_MAX,

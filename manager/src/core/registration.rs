@@ -59,6 +59,23 @@ pub enum CoreRefusal {
     RegionOfSet(u32),
 }
 
+/// What a region's pages lie in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RegionKind {
+    /// Memory of the host: what the engine wrote is there.
+    Host,
+    /// Memory of a GPU, written by work that is queued there: saves need a fence. Its device moves
+    /// many bytes at a time and lets commands take turns by itself.
+    Gpu,
+}
+
+impl RegionKind {
+    /// Whether a save has to name an event.
+    pub(super) const fn needs_fence(self) -> bool {
+        matches!(self, Self::Gpu)
+    }
+}
+
 impl CoreRefusal {
     /// The cause as the bootstrap protocol spells it.
     pub const fn refusal(&self) -> Refusal {
@@ -202,8 +219,7 @@ impl Core {
         Ok((ScopeId(found.scopes.len() as u32 - 1), page_bytes))
     }
 
-    /// Registers a region of `device_pages` pages of a namespace. A `fenced` one is written by work
-    /// that is queued on a device: its saves need a fence.
+    /// Registers a region of `device_pages` pages of a namespace.
     ///
     /// # Errors
     /// An unknown scope, a set, no pages, or a limit.
@@ -212,7 +228,7 @@ impl Core {
         session: SessionId,
         scope: ScopeId,
         device_pages: u32,
-        fenced: bool,
+        kind: RegionKind,
     ) -> Result<RegionId, CoreRefusal> {
         let found = self.sessions.get_mut(session).filter(|session| !session.closing);
         let found = found.ok_or(CoreRefusal::UnknownSession)?;
@@ -229,7 +245,7 @@ impl Core {
         if live >= limit || found.regions.len() >= REGION_IDS_MAX {
             return Err(CoreRefusal::LimitReached { what: "region", limit });
         }
-        let region = Region { namespace, device_pages, fenced, users: 0, ending: None };
+        let region = Region { namespace, device_pages, kind, users: 0, ending: None };
         found.regions.push(Some(region));
         Ok(RegionId(found.regions.len() as u32 - 1))
     }

@@ -33,7 +33,7 @@ impl Core {
             return self.fail(ctx, ended, Code::UnknownRegion, out);
         };
         let (namespace, device_pages) = (found.namespace, found.device_pages);
-        let fenced = found.fenced;
+        let fenced = found.kind.needs_fence();
         let known = flags::ENTRY_ANCHOR | flags::ENTRY_ROOT;
         let in_range = |entry: &PageEntry| entry.is_anchor() || entry.device_page < device_pages;
         let well_formed = |entry: &PageEntry| entry.flags & !known == 0 && entry.reserved == 0;

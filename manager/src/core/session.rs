@@ -7,6 +7,7 @@ use orbitkv_shm_protocol::record::PageRange;
 
 use super::job::JobRef;
 use super::namespace::NamespaceId;
+use super::registration::RegionKind;
 
 /// Namespaces that one name stands for, in the order of the set.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -29,8 +30,7 @@ impl Scope {
 pub(super) struct Region {
     pub(super) namespace: NamespaceId,
     pub(super) device_pages: u32,
-    /// Saves need a fence.
-    pub(super) fenced: bool,
+    pub(super) kind: RegionKind,
     /// Saves and restores that name it.
     pub(super) users: u32,
     /// The `Unregister` that waits for them.

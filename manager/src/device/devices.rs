@@ -1,6 +1,7 @@
 //! Every device of a Manager behind one interface: host memory, and GPUs where there are any.
 
-use super::{CopyCommand, CopyEnd, CudaDevice, Device, DeviceKind, HostDevice};
+use super::{CopyCommand, CopyEnd, CudaDevice, Device, HostDevice};
+use crate::core::RegionKind;
 
 /// Sends each command to the device that reaches its region. Not `Sync`: the reactor owns it.
 pub struct Devices {
@@ -18,8 +19,8 @@ impl Devices {
 
 impl Device for Devices {
     fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand> {
-        match (command.region.device(), &mut self.cuda) {
-            (Some(DeviceKind::Cuda), Some(cuda)) => cuda.submit(command),
+        match (command.region.kind(), &mut self.cuda) {
+            (RegionKind::Gpu, Some(cuda)) => cuda.submit(command),
             // The host device tells what is wrong with a region that it cannot reach.
             _ => self.host.submit(command),
         }

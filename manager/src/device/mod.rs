@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use orbitkv_shm_protocol::segment::DoneWords;
 
-use crate::core::{CopyFault, CopyPage, Direction, Ticket};
+use crate::core::{CopyFault, CopyPage, Direction, RegionKind, Ticket};
 
 pub use cuda::{
     CudaDevice, CudaError, CudaImportError, CudaImporter, CudaMemory, Gpu, Gpus, NoCuda,
@@ -67,11 +67,11 @@ impl DeviceMemory {
         }
     }
 
-    /// What copies from it and to it.
-    pub fn device(&self) -> DeviceKind {
+    /// What it is for `core`, and which device copies from it and to it.
+    pub fn kind(&self) -> RegionKind {
         match self {
-            Self::Host(_) => DeviceKind::Host,
-            Self::Cuda(_) => DeviceKind::Cuda,
+            Self::Host(_) => RegionKind::Host,
+            Self::Cuda(_) => RegionKind::Gpu,
         }
     }
 
@@ -83,20 +83,6 @@ impl DeviceMemory {
             _ => false,
         }
     }
-
-    /// Whether work that is queued on a device writes it: whoever reads it waits for an event first.
-    pub fn needs_fence(&self) -> bool {
-        self.device() == DeviceKind::Cuda
-    }
-}
-
-/// Kinds of devices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum DeviceKind {
-    /// Memory of the host.
-    Host,
-    /// Memory of a GPU.
-    Cuda,
 }
 
 /// An event of an engine: whether what it recorded before is done.
@@ -248,6 +234,12 @@ pub enum CopyError {
         /// Its index in the session's pool.
         fence: u32,
     },
+    /// The operation was stopped before its fence had passed.
+    #[error("the operation that waited for fence {fence} was stopped")]
+    FenceGivenUp {
+        /// Its index in the session's pool.
+        fence: u32,
+    },
     /// The driver did not take the order for a copy; the GPU works on.
     #[error("gpu {gpu} refused a copy: CUDA error {code}")]
     GpuRefused {
@@ -255,12 +247,6 @@ pub enum CopyError {
         gpu: u32,
         /// As the driver numbers it.
         code: u32,
-    },
-    /// The operation was stopped before its fence had passed.
-    #[error("the operation that waited for fence {fence} was stopped")]
-    FenceGivenUp {
-        /// Its index in the session's pool.
-        fence: u32,
     },
     /// The GPU, or our context on it, is lost: it copies nothing any more.
     #[error("gpu {gpu} is lost: CUDA error {code}")]

@@ -3,7 +3,7 @@
 use orbitkv_engine::{DependencySpec, NamespaceSpec};
 use orbitkv_manager::core::{
     Core, CoreConfig, DeviceLayout, Direction, Effect, Effects, Event, Nanos, RegionGeometry,
-    SpillPolicy, slot_bytes,
+    RegionKind, SpillPolicy, slot_bytes,
 };
 use orbitkv_shm_protocol::ids::{
     EngineId, LeaseId, OperationId, PageHash, RegionId, ScopeId, SessionId,
@@ -65,6 +65,7 @@ impl Simulation {
             query_budget_bytes: u64::MAX / 4,
             session_budget_bytes: u64::MAX / 4,
             copy_quantum_bytes: u64::MAX,
+            gpu_copy_quantum_bytes: u64::MAX,
             report_drops: exclusive,
             spill_policy: match spill {
                 Spill::All => SpillPolicy::All,
@@ -90,7 +91,7 @@ impl Simulation {
             .define_namespace(SESSION, &namespace(info))
             .unwrap_or_else(|refusal| panic!("simulated namespace refused: {refusal}"));
         let region = core
-            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX, false)
+            .register_region(SESSION, scope, PAGES_PER_REQUEST_MAX, RegionKind::Host)
             .unwrap_or_else(|refusal| panic!("simulated region refused: {refusal}"));
         Self {
             core,

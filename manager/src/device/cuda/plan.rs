@@ -197,18 +197,15 @@ impl Plan {
         pitch_max: u64,
         address: impl Fn(u16) -> Option<u64>,
     ) -> Option<Self> {
-        let layout = region.layout();
-        let strips = |runs: &mut dyn Iterator<Item = &Run>| {
-            let placed = runs.map(|run| Some((*run, address(run.memory)? + run.offset)));
-            let placed = placed.collect::<Option<Vec<_>>>()?;
-            Some(strips(&placed, pitch_max))
-        };
-        let layers = if by_layer && layout.layers() > 1 {
-            let of_layer = |layer| strips(&mut layout.runs_of_layer(layer));
-            (0..layout.layers()).map(of_layer).collect::<Option<_>>()?
-        } else {
-            vec![strips(&mut layout.runs().iter())?]
-        };
+        let mut layers: Vec<Vec<(Run, u64)>> = vec![];
+        for run in region.layout().runs(by_layer) {
+            let layer = run.layer as usize;
+            if layers.len() <= layer {
+                layers.resize_with(layer + 1, Vec::new);
+            }
+            layers[layer].push((*run, address(run.memory)? + run.offset));
+        }
+        let layers = layers.iter().map(|runs| strips(runs, pitch_max)).collect();
         Some(Self { layers, pitch_max })
     }
 

@@ -12,7 +12,7 @@ use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 use super::CudaDevice;
 use super::twin::{TwinMemory, Twins};
 use crate::conformance::{Bench, EngineMemory, Rig};
-use crate::core::{CopyPage, Direction};
+use crate::core::{CopyPage, Direction, RegionKind};
 use crate::device::{
     CopyError, Device, DeviceEvent, DeviceMemory, DeviceRegion, Devices, Fence, HostDevice,
     HostMemory, PeerHandle, RegionError,
@@ -165,7 +165,7 @@ fn a_region_lies_on_one_device_and_its_commands_go_there() {
     assert!(mixed.to_string().contains("memories 0 and 1"), "{mixed}");
     let on_gpu = Arc::new(two_memories(gpu.handle(), gpu.handle()).expect("one device"));
     let on_host = Arc::new(two_memories(Arc::clone(&host), host).expect("one device"));
-    assert!(on_gpu.needs_fence() && !on_host.needs_fence());
+    assert_eq!((on_gpu.kind(), on_host.kind()), (RegionKind::Gpu, RegionKind::Host));
     gpu.write(0, &[7; 8192]);
     let mut bench = Bench::new(|pool, notify| {
         let host = HostDevice::start(pool.clone(), notify.clone(), Duration::ZERO).expect("host");

@@ -29,11 +29,11 @@ use crate::image::ImageMemory;
 pub(super) const STREAMS: usize = 4;
 /// Commands up to this many bytes go on the stream for short ones.
 const SHORT_BYTES_MAX: u64 = 2 << 20;
-/// Bytes of a batch, about: 75 µs on the bus.
-const BATCH_BYTES: u64 = 4 << 20;
-/// Batches in flight on a stream: one that runs and enough behind it for the time until a look at the
-/// first one's end. Short ones are smaller.
-const BATCHES_MAX: [usize; 2] = [16, 3];
+/// Bytes of a batch, about: 300 µs on the bus, which is what a copy on another stream may have to
+/// wait for. An order costs the copy engine 2.6 µs, a mark 2 µs.
+const BATCH_BYTES: u64 = 16 << 20;
+/// Batches in flight on a stream: one that runs and one behind it. Short ones are smaller.
+const BATCHES_MAX: [usize; 2] = [16, 2];
 /// Pages whose rectangles are worked out at once.
 const CHUNK_PAGES: usize = 64;
 /// A restore's single row below this is cut into two: as one it would not go through the copy engine

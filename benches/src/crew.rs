@@ -18,7 +18,7 @@ const EXIT_MAX: Duration = Duration::from_secs(30);
 
 /// Parts of one kind that measure at the same time. Dropping it kills them.
 #[derive(Debug)]
-pub(super) struct Crew {
+pub(crate) struct Crew {
     name: &'static str,
     parts: Vec<Part>,
     interrupted: fn() -> bool,
@@ -34,7 +34,7 @@ struct Part {
 
 impl Crew {
     /// Starts `count` processes and waits until all are ready.
-    pub(super) fn start(
+    pub(crate) fn start(
         name: &'static str,
         count: usize,
         job: &Job,
@@ -54,7 +54,7 @@ impl Crew {
     }
 
     /// One measurement of all parts, side by side.
-    pub(super) fn measure(&mut self) -> Result<Vec<Answer>, BenchError> {
+    pub(crate) fn measure(&mut self) -> Result<Vec<Answer>, BenchError> {
         for at in 0..self.parts.len() {
             let input = self.parts[at].input.as_mut();
             if input.is_none_or(|input| input.write_all(b"\n").is_err()) {
@@ -67,7 +67,7 @@ impl Crew {
     }
 
     /// Lets the parts end; each must end well.
-    pub(super) fn end(mut self) -> Result<(), BenchError> {
+    pub(crate) fn end(mut self) -> Result<(), BenchError> {
         for part in &mut self.parts {
             part.input = None;
         }
