@@ -192,22 +192,17 @@ impl Client {
     /// returned; `None` from then on, for a handle of another client, and in a forked child.
     #[inline]
     pub fn is_done(&self, operation: &Operation) -> Option<bool> {
-        self.done_word(operation, Self::word_of(None))
+        self.done_word(operation, operation.last_word)
     }
 
-    /// [`is_done`](Self::is_done) of one layer, for a restore with
-    /// [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer). `None` also for a layer that
-    /// has no done word in this session.
+    /// Reads the done word of one layer of a restore with
+    /// [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer): `Some(true)` once every byte of
+    /// this layer and of those before it is in place, `Some(false)` once the restore has ended
+    /// without, `None` before that and for a layer that the region does not have. What is done stays
+    /// so when the rest fails.
     #[inline]
     pub fn is_layer_done(&self, operation: &Operation, layer: u32) -> Option<bool> {
-        self.done_word(operation, Self::word_of(Some(layer)))
-    }
-
-    /// Which done word of an operation says that all of it is in place, or one layer of a restore by
-    /// layer, which has one a layer and none for the whole.
-    #[inline]
-    pub(crate) fn word_of(layer: Option<u32>) -> u32 {
-        layer.unwrap_or(0)
+        (layer <= operation.last_word).then(|| self.done_word(operation, layer))?
     }
 
     /// All done words of the session; none in a forked child.

@@ -1,4 +1,4 @@
-//! Registration over the bootstrap socket: namespaces, sets, memory and regions.
+//! Registration over the bootstrap socket: namespaces, sets, memory, events and regions.
 //!
 //! Blocking, each call at most the timeout of [`Connect`](crate::Connect); done before serving
 //! starts, not per request.
@@ -41,6 +41,9 @@ pub struct Segment {
     pub stride: u64,
     /// Length, in bytes.
     pub length: u64,
+    /// Layer that it belongs to, for [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer):
+    /// below the session's done words. 0 where nobody restores by layer.
+    pub layer: u32,
 }
 
 /// All of them fail as [`RegisterError`] says. After [`RegisterError::Timeout`] the client stays
@@ -92,11 +95,16 @@ impl Client {
         self.register_memory(MemorySpec::Memfd { bytes }, bytes, Some(memfd.as_fd()))
     }
 
-    /// Offers memory of a GPU: a [`MemorySpec::Cuda`], as the driver gave its handle. The
+    /// Offers memory of a GPU: a [`MemorySpec::Cuda`]. Its handle stands for a whole allocation,
+    /// whatever address in it was asked for, so the offset counts from the allocation's own start. The
     /// allocation must live until every region over it was unregistered or the session has ended.
     ///
+    /// Kernels that write the pages run when the GPU comes to them, so each save from such memory
+    /// names a fence: see [`register_events`](Self::register_events).
+    ///
     /// # Errors
-    /// See above.
+    /// See above; [`RegisterError::Refused`] also when the Manager runs without CUDA, does not see
+    /// that GPU, or cannot open the allocation.
     pub fn register_cuda(&mut self, spec: &MemorySpec) -> Result<Memory, RegisterError> {
         self.check_process()?;
         let MemorySpec::Cuda { bytes, .. } = *spec else {
@@ -105,9 +113,15 @@ impl Client {
         self.register_memory(spec.clone(), bytes, None)
     }
 
-    /// Appends events of a GPU to the session's pool, at most
+    /// Appends events of one GPU to the session's pool, at most
     /// [`EVENTS_PER_MESSAGE_MAX`](orbitkv_shm_protocol::bootstrap::message::EVENTS_PER_MESSAGE_MAX)
-    /// a call; returns the index of the first.
+    /// a call: what `cuIpcGetEventHandle` gave for each. Returns the index of the first, which
+    /// [`SaveOptions::fence`](crate::SaveOptions::fence) and
+    /// [`RestoreOptions::fence`](crate::RestoreOptions::fence) name; the others follow.
+    ///
+    /// An event belongs to one operation from [`submit`](Self::submit) to its completion. Before that
+    /// it must have been recorded (one that never was passes at once), and until then it must not be
+    /// recorded again. The pool ends with the session.
     ///
     /// # Errors
     /// See above.
@@ -154,7 +168,14 @@ impl Client {
         match self.ask(&ClientMessage::RegisterRegion(spec), &[])? {
             ManagerMessage::Region { region, page_bytes } => {
                 let pages = layout.pages;
-                Ok(Region { tag: self.tag(), id: RegionId(region), pages, page_bytes })
+                let last = layout.segments.iter().map(|segment| segment.layer).max();
+                Ok(Region {
+                    tag: self.tag(),
+                    id: RegionId(region),
+                    pages,
+                    page_bytes,
+                    last_layer: last.unwrap_or(0),
+                })
             }
             _ => Err(self.bad_answer("region")),
         }
@@ -203,6 +224,6 @@ fn segment_spec(segment: &Segment) -> SegmentSpec {
         offset: segment.offset,
         stride: segment.stride,
         length: segment.length,
-        layer: 0,
+        layer: segment.layer,
     }
 }

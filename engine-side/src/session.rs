@@ -52,6 +52,8 @@ pub(crate) struct Session {
     ranges: RangeAllocator,
     anchors: Anchors,
     entries_max: u32,
+    /// [`Operation::last_word`] of what is or was last outstanding, by operation index.
+    last_words: Vec<u32>,
     readable: Option<Readable>,
     /// Found while results were read, acted upon by the next poll.
     result_fault: Cell<Option<ProtocolFault>>,
@@ -74,6 +76,7 @@ impl Session {
             ranges: RangeAllocator::new(geometry.page_entries, geometry.credits() + 1),
             anchors: Anchors::new(geometry.page_entries),
             entries_max: geometry.page_entries.min(PAGES_PER_REQUEST_MAX),
+            last_words: vec![0; geometry.credits() as usize],
             readable: None,
             result_fault: Cell::new(None),
             gone: None,
@@ -160,7 +163,10 @@ impl Session {
         self.write_entries(range, chains);
         let Tag { session, epoch } = self.tag;
         match self.side.requests.push(|sequence| request.encode(session, epoch, sequence)) {
-            Ok(()) => Ok(Operation { tag: self.tag, id: operation }),
+            Ok(()) => {
+                self.last_words[operation.index as usize] = 0;
+                Ok(self.handle(operation))
+            }
             Err(error) => {
                 self.pending.end(operation);
                 self.ranges.release(range);
@@ -280,7 +286,7 @@ impl Session {
         let Some((id, issued)) = self.pending.end_any() else { return Err(gone) };
         self.ranges.release(issued.range);
         Ok(Some(Completion {
-            operation: Operation { tag: self.tag, id },
+            operation: self.handle(id),
             kind: issued.kind,
             status: Status::Gone,
             code: Code::None,
@@ -334,7 +340,7 @@ impl Session {
             })
         });
         Completion {
-            operation: Operation { tag: self.tag, id: answer.operation },
+            operation: self.handle(answer.operation),
             kind: answer.kind,
             status: answer.status.into(),
             code: answer.code,
@@ -359,6 +365,18 @@ impl Session {
     /// Whether `operation` belongs to this session and has no completion yet.
     pub(crate) fn is_outstanding(&self, operation: &Operation) -> bool {
         operation.tag == self.tag && self.pending.get(operation.id).is_some()
+    }
+
+    /// The operation as one whose done word `last_word` says that all of it is in place: without,
+    /// that is the first.
+    pub(crate) fn with_last_word(&mut self, operation: Operation, last_word: u32) -> Operation {
+        self.last_words[operation.id.index as usize] = last_word;
+        Operation { last_word, ..operation }
+    }
+
+    /// The handle of an operation index below the credits.
+    fn handle(&self, id: OperationId) -> Operation {
+        Operation { tag: self.tag, id, last_word: self.last_words[id.index as usize] }
     }
 
     /// Done word `word` of an operation index below the credits.

@@ -197,7 +197,7 @@ fn some_request(rng: &mut Rng) -> (Request, Vec<PageEntry>) {
 /// SEC-01: any numbers give an answer or a closed session, and leave the others alone.
 #[test]
 fn random_requests_neither_panic_nor_leak() {
-    use orbitkv_manager::core::{Core, CoreConfig, Effect, Effects, Event};
+    use orbitkv_manager::core::{Core, CoreConfig, Effect, Effects, Event, RegionKind};
     for seed in 0..300 {
         let mut rng = Rng::with_seed(seed);
         let devices = [orbitkv_tests::world::device(2, 8 * 4096)];
@@ -217,7 +217,7 @@ fn random_requests_neither_panic_nor_leak() {
         for model in ["a", "b"] {
             let spec = orbitkv_tests::world::spec(model, 4096);
             let (scope, _) = core.define_namespace(session, &spec).expect("a good namespace");
-            core.register_region(session, scope, 4, false).expect("a good region");
+            core.register_region(session, scope, 4, RegionKind::Host).expect("a good region");
         }
         core.register_events(session, 3).expect("room for events");
         let mut tickets = Vec::new();

@@ -1,7 +1,7 @@
 //! Goal: a query over several ranks and groups hits exactly what a restore could use. Method: every
 //! subset of the pages of small namespaces against the definition of each dependency, written out.
 
-use orbitkv_manager::core::{CoreConfig, CoreRefusal};
+use orbitkv_manager::core::{CoreConfig, CoreRefusal, RegionKind};
 use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec};
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId, SessionId};
 use orbitkv_shm_protocol::record::{QueryMode, Status};
@@ -151,8 +151,8 @@ fn sets_are_checked_when_they_are_named() {
     for wrong in [&[][..], &[one, one], &[set], &[one, set], &[ScopeId(99)], &[one; 65]] {
         assert!(core.define_set(session, wrong).is_err(), "{wrong:?}");
     }
-    assert!(core.register_region(session, set, 4, false).is_err());
-    assert!(core.register_region(session, one, 0, false).is_err());
+    assert!(core.register_region(session, set, 4, RegionKind::Host).is_err());
+    assert!(core.register_region(session, one, 0, RegionKind::Host).is_err());
     assert!(core.define_set(SessionId(99), &[one]).is_err());
     world.close(session);
     assert!(world.core.define_namespace(session, &spec("three", PAGE)).is_err());

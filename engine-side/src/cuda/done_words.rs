@@ -78,7 +78,7 @@ impl DoneWordsOnGpu {
         operation: &Operation,
         layer: Option<u32>,
     ) -> Result<(), CudaError> {
-        let word = Client::word_of(layer);
+        let word = layer.unwrap_or(operation.last_word);
         if operation.tag != self.tag || word >= self.words_each {
             return Err(CudaError::NoSuchWord { layer: word });
         }

@@ -483,6 +483,28 @@ mod tests {
         assert_eq!(runs(5, vec![segment(0, 0, 64, 32), segment(1, 32, 64, 32)]), 2);
     }
 
+    #[test]
+    fn layers_merge_in_themselves_and_come_in_their_order() {
+        let of = |layer, offset| SegmentSpec { layer, ..segment(0, offset, 64, 16) };
+        let spec = region(5, vec![of(3, 0), of(0, 16), of(0, 32), of(3, 48)]);
+        let layout = check(&spec, 64).expect("layout");
+        assert_eq!((layout.layers(), layout.runs(false).len()), (4, 1));
+        let runs: Vec<_> =
+            layout.runs(true).iter().map(|run| (run.layer, run.image_offset, run.bytes)).collect();
+        assert_eq!(runs, [(0, 16, 32), (3, 0, 16), (3, 48, 16)]);
+        assert_eq!([0, 1, 2, 3, 4].map(|layer| layout.layer_bytes(layer)), [32, 0, 0, 32, 0]);
+        let place = |offset, bytes| Placement { memory: 0, offset, bytes };
+        assert_eq!(layout.locate_in_layer(3, 2, 15), Some((15, place(2 * 64 + 15, 1))));
+        assert_eq!(layout.locate_in_layer(3, 2, 16), Some((48, place(2 * 64 + 48, 16))));
+        for (layer, page, offset) in [(0, 2, 32), (1, 2, 0), (4, 2, 0), (3, 2, 32), (3, 5, 0)] {
+            assert_eq!(layout.locate_in_layer(layer, page, offset), None);
+        }
+        // One layer is the whole image.
+        let single = check(&region(5, vec![segment(0, 0, 64, 32)]), 32).expect("layout");
+        assert_eq!((single.layers(), single.layer_bytes(0), single.layer_bytes(1)), (1, 32, 0));
+        assert_eq!(single.locate_in_layer(0, 1, 5), Some((5, place(69, 27))));
+    }
+
     fn hostile_number() -> impl Strategy<Value = u64> {
         prop_oneof![
             Just(0),
@@ -532,14 +554,14 @@ mod tests {
 
     /// Layouts that are mostly right: one or two memories, tensors of `pages` blocks.
     fn plausible_region() -> impl Strategy<Value = RegionSpec> {
-        let piece = (0..2u32, 1..9u64, 0..3u64, 0..3u64);
+        let piece = (0..2u32, 1..9u64, 0..3u64, 0..3u64, 0..4u32);
         (1..6u32, collection::vec(piece, 1..7)).prop_map(|(pages, pieces)| {
             let mut free = [0u64; 2];
-            let segments = pieces.into_iter().map(|(memory, length, gap, slack)| {
+            let segments = pieces.into_iter().map(|(memory, length, gap, slack, layer)| {
                 let offset = free[memory as usize] + gap;
                 let stride = length + slack;
                 free[memory as usize] = offset + stride * u64::from(pages - 1) + length;
-                segment(memory, offset, stride, length)
+                SegmentSpec { layer, ..segment(memory, offset, stride, length) }
             });
             region(pages, segments.collect())
         })
@@ -592,6 +614,23 @@ mod tests {
                 for (byte, &(memory, offset)) in naive.iter().enumerate() {
                     let place = layout.locate(page, byte as u32).expect("byte of the image");
                     prop_assert_eq!((layout.memories()[usize::from(place.memory)], place.offset), (memory, offset));
+                }
+                // By layer, each byte once, at its place in the image.
+                let of_segment = |segment: &SegmentSpec| vec![segment.layer; segment.length as usize];
+                let layer_of: Vec<u32> = spec.segments.iter().flat_map(of_segment).collect();
+                for layer in 0..5 {
+                    let wanted: Vec<usize> = (0..naive.len()).filter(|&at| layer_of[at] == layer).collect();
+                    prop_assert_eq!(layout.layer_bytes(layer) as usize, wanted.len());
+                    let mut found = Vec::new();
+                    while let Some((image, place)) = layout.locate_in_layer(layer, page, found.len() as u32) {
+                        for at in 0..place.bytes {
+                            let memory = layout.memories()[usize::from(place.memory)];
+                            let byte = (image + at) as usize;
+                            prop_assert_eq!(naive[byte], (memory, place.offset + u64::from(at)));
+                            found.push(byte);
+                        }
+                    }
+                    prop_assert_eq!(found, wanted);
                 }
             }
         }
