@@ -86,7 +86,8 @@ impl Session {
     fn register(&mut self, memory: &File, bytes: u64) -> Result<Region, BenchError> {
         let memory =
             self.client.register_memfd(memory, bytes).map_err(wrong("register a memfd"))?;
-        let segment = Segment { memory, offset: 0, stride: PAGE_BYTES, length: PAGE_BYTES };
+        let segment =
+            Segment { memory, offset: 0, stride: PAGE_BYTES, length: PAGE_BYTES, layer: 0 };
         let layout =
             RegionLayout { scope: self.scope, pages: CHAIN_PAGES, segments: vec![segment] };
         self.client.register_region(&layout).map_err(wrong("register a region"))

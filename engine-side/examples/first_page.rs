@@ -36,7 +36,7 @@ pub(crate) fn run(socket: &Path) -> Result<[u8; 4096], Box<dyn Error>> {
         dependency: DependencySpec::Chain,
     })?;
     let memory = client.register_memfd(&kv, 2 * 4096)?;
-    let segments = vec![Segment { memory, offset: 0, stride: 4096, length: 4096 }];
+    let segments = vec![Segment { memory, offset: 0, stride: 4096, length: 4096, layer: 0 }];
     let region = client.register_region(&RegionLayout { scope, pages: 2, segments })?;
 
     // Per request: save page 0, look it up, restore it into page 1. An engine polls, not waits.

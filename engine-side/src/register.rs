@@ -41,6 +41,9 @@ pub struct Segment {
     pub stride: u64,
     /// Length, in bytes.
     pub length: u64,
+    /// Layer that it belongs to, for restores by layer: below the session's done words. 0 where
+    /// nobody asks for such.
+    pub layer: u32,
 }
 
 /// All of them fail as [`RegisterError`] says. After [`RegisterError::Timeout`] the client stays
@@ -203,6 +206,6 @@ fn segment_spec(segment: &Segment) -> SegmentSpec {
         offset: segment.offset,
         stride: segment.stride,
         length: segment.length,
-        layer: 0,
+        layer: segment.layer,
     }
 }

@@ -206,6 +206,7 @@ impl Device {
             offset: self.offset(number, 0),
             stride: part + GUARD,
             length: part,
+            layer: 0,
         };
         let segments = (0..self.shape.parts()).map(segment).collect();
         client.register_region(&RegionLayout { scope, pages: self.pages, segments }).unwrap()

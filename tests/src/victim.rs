@@ -55,7 +55,7 @@ impl Victim {
         let scope = client.define_namespace(&namespace(model, PAGE as u64)).unwrap();
         let handle = client.register_memfd(&memory, bytes).unwrap();
         let (stride, length) = (PAGE as u64, PAGE as u64);
-        let segments = vec![Segment { memory: handle, offset: 0, stride, length }];
+        let segments = vec![Segment { memory: handle, offset: 0, stride, length, layer: 0 }];
         let layout = RegionLayout { scope, pages: 2 * CHAIN, segments };
         let region = client.register_region(&layout).unwrap();
         Self { client, scope, region, memory, rounds: 0 }

@@ -228,7 +228,7 @@ fn eng_15_a_layout_of_another_size_is_a_conflict() {
     let mut engine = Engine::attach(&manager.socket(), namespace("eng-15", PAGE), 4);
     let file = engine.device.file();
     let memory = engine.client.register_memfd(file, 4 * PAGE).unwrap();
-    let segment = |length| Segment { memory, offset: 0, stride: PAGE, length };
+    let segment = |length| Segment { memory, offset: 0, stride: PAGE, length, layer: 0 };
     let scope = engine.scope;
     for segments in [vec![segment(PAGE / 2)], vec![segment(PAGE); 2]] {
         let layout = RegionLayout { scope, pages: 2, segments };

@@ -210,6 +210,7 @@ impl Attached {
             offset,
             stride: layout.stride,
             length: layout.length,
+            layer: 0,
         };
         let segments = layout.segments.iter().map(segment).collect();
         let region = RegionLayout { scope, pages: layout.pages, segments };

@@ -209,7 +209,7 @@ impl Seat {
         completion.pages_dram = completion.pages;
         match outcome {
             Ok(layers) if by_layer => {
-                (0..=layers).for_each(|word| done(word, request.operation.done_word()));
+                (0..layers).for_each(|word| done(word, request.operation.done_word()));
             }
             Ok(_) => done(0, request.operation.done_word()),
             Err(_) => {

@@ -77,7 +77,8 @@ impl Attached {
         let scope = client.define_namespace(&namespace(open))?;
         let memory = client.register_memfd(device, device.bytes())?;
         let page_bytes = device.page_bytes() as u64;
-        let segment = Segment { memory, offset: 0, stride: page_bytes, length: page_bytes };
+        let segment =
+            Segment { memory, offset: 0, stride: page_bytes, length: page_bytes, layer: 0 };
         let layout = RegionLayout { scope, pages: device.pages(), segments: vec![segment] };
         let region = client.register_region(&layout)?;
         Ok(Self { client, scope, region, blocks: Vec::new() })
