@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use rustix::io::Errno;
 
 use crate::config::ConfigError;
+use crate::device::{CudaImportError, NoCuda};
 use crate::endpoint::ListenError;
 use crate::pool::PoolError;
 use crate::ssd::SsdError;
@@ -43,9 +44,12 @@ pub enum ServeError {
     /// No DRAM pool.
     #[error("{0}")]
     Pool(#[from] PoolError),
-    /// `--device cuda` on a machine, or with a build, that has none.
-    #[error("--device cuda: no CUDA device can be used here: use --device host or auto")]
-    NoCuda,
+    /// `--device cuda` on a machine that has none.
+    #[error("--device cuda: {0}; or use --device host or auto")]
+    NoCuda(NoCuda),
+    /// `--device cuda` and the GPUs cannot reach the pool.
+    #[error("--device cuda: {0}; or use --device host or auto")]
+    Cuda(CudaImportError),
     /// The tier cannot be opened.
     #[error("--ssd: {0}")]
     Ssd(#[from] SsdError),

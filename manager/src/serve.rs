@@ -12,7 +12,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
@@ -29,7 +29,7 @@ use crate::config::{
 };
 use crate::core::limits::writes_in_flight_bytes;
 use crate::core::{Core, CoreConfig, DeviceLayout, slot_bytes};
-use crate::device::HostDevice;
+use crate::device::{CudaDevice, CudaImporter, Devices, Gpus, HostDevice, NoCuda};
 use crate::endpoint::{Claim, Endpoint, MemoryImporter, Settings};
 use crate::error::{EXIT_USAGE, ServeError};
 use crate::http::{Health, HttpListener, HttpThread, Pages};
@@ -166,9 +166,7 @@ fn warn_of_closed_doors(config: &Config) {
 fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     let clock = Clock::monotonic();
     let started_ns = clock.now();
-    if config.device == DeviceKind::Cuda {
-        return Err(ServeError::NoCuda);
-    }
+    let gpus = find_gpus(config.device)?;
     let claim = start.make(|made| {
         let claim = Claim::take(&config.socket)?;
         if let Some(lock) = claim.fresh_lock() {
@@ -201,13 +199,15 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     let bell = ControlBell::new();
     let spin_window = measure_wake(&clock);
     let storage = claimed.map(|claimed| start_storage(claimed, &pool, &bell)).transpose()?;
-    let device = HostDevice::start(pool.clone(), bell.ringer(), spin::window_here(spin_window))
+    let host = HostDevice::start(pool.clone(), bell.ringer(), spin::window_here(spin_window))
         .map_err(ServeError::system("device threads"))?;
+    let cuda = gpus.and_then(|gpus| start_cuda(config.device, gpus, &pool, &bell, spin_window));
+    let (cuda, importer) = cuda.transpose()?.unzip();
     let endpoint = start.serve(|| {
         let endpoint = Endpoint::start(
             Settings::new(config, epoch, spin_window),
             claim.listen()?,
-            MemoryImporter::default(),
+            MemoryImporter::new(importer),
             clock.clone(),
             bell.ringer(),
         )
@@ -233,7 +233,7 @@ fn open(config: &Config, start: &Start) -> Result<Opened, ServeError> {
     }
     let parts = ServiceParts {
         core,
-        device: Box::new(device),
+        device: Box::new(Devices::new(host, cuda)),
         storage: storage_parts,
         endpoint,
         telemetry,
@@ -310,6 +310,54 @@ fn allocate_pool(config: &Config) -> Result<Arc<DramPool>, ServeError> {
         );
     }
     Ok(Arc::new(pool))
+}
+
+/// Looks for a CUDA driver where the configuration asks for one or leaves it open.
+fn find_gpus(device: DeviceKind) -> Result<Option<Arc<Gpus>>, ServeError> {
+    if device == DeviceKind::Host {
+        return Ok(None);
+    }
+    let gpus = match (Gpus::find(), device) {
+        (Ok(gpus), _) => gpus,
+        (Err(error), DeviceKind::Cuda) => return Err(ServeError::NoCuda(error)),
+        (Err(NoCuda::NoDriver), _) => return Ok(None),
+        (Err(error), _) => {
+            tracing::warn!("engines with pages in host memory only: {error}");
+            return Ok(None);
+        }
+    };
+    for gpu in gpus.list() {
+        tracing::info!(number = gpu.ordinal(), id = %gpu.id(), name = gpu.name(), "found a gpu");
+    }
+    Ok(Some(Arc::new(gpus)))
+}
+
+/// Registers the pool with the driver. `None` where that fails and the configuration left it open.
+fn start_cuda(
+    device: DeviceKind,
+    gpus: Arc<Gpus>,
+    pool: &Arc<DramPool>,
+    bell: &ControlBell,
+    spin_window: Duration,
+) -> Option<Result<(CudaDevice, CudaImporter), ServeError>> {
+    let began = Instant::now();
+    let spin_window = spin::window_here(spin_window);
+    match CudaDevice::start(&gpus, pool, bell.ringer(), spin_window) {
+        Ok(cuda) => {
+            let elapsed = began.elapsed();
+            tracing::info!(
+                bytes = pool.bytes(),
+                ?elapsed,
+                "the pool is registered with the driver"
+            );
+            Some(Ok((cuda, CudaImporter::new(gpus))))
+        }
+        Err(error) if device == DeviceKind::Cuda => Some(Err(ServeError::Cuda(error))),
+        Err(error) => {
+            tracing::warn!("engines with pages in host memory only: {error}");
+            None
+        }
+    }
 }
 
 /// Claims the SSD files, if there are any.

@@ -628,8 +628,24 @@ impl Manager {
     ///
     /// # Panics
     /// When it does not end in order.
-    pub fn stop(mut self) -> Setup {
+    pub fn stop(self) -> Setup {
+        self.ask_to_stop();
+        self.ended()
+    }
+
+    /// Sends SIGTERM.
+    ///
+    /// # Panics
+    /// When it cannot be signalled.
+    pub fn ask_to_stop(&self) {
         rustix::process::kill_process(self.pid(), Signal::TERM).unwrap();
+    }
+
+    /// Waits until one that was asked to stop has ended; the setup can start the next one.
+    ///
+    /// # Panics
+    /// When it does not end in order.
+    pub fn ended(mut self) -> Setup {
         let mut rest = String::new();
         self.stdout.read_to_string(&mut rest).unwrap();
         let status = self.child.wait().unwrap();

@@ -110,16 +110,19 @@ fn each_offer_has_one_outcome() {
 /// A page whose write failed is offered again with the next page that hangs on it.
 #[test]
 fn a_failed_root_is_written_with_its_next_child() {
-    let mut rig = Rig::ssd(32, 64);
-    let whole = chain(1, 3);
-    rig.stored(&whole[..1]);
-    rig.world.finish(0, Fate::Io(IoFault::NoSpace));
-    assert_eq!(rig.in_flight(is_write), 0);
-    let entries = orbitkv_tests::world::pages_after(whole[0], &whole[1..]);
-    rig.world.save(rig.seat.session, rig.seat.region, &entries);
-    rig.world.settle();
-    rig.world.evict_dram();
-    assert_eq!(rig.hits(&whole), 3);
+    for fault in [IoFault::NoSpace, IoFault::Superblock(5)] {
+        let mut rig = Rig::ssd(32, 64);
+        let whole = chain(1, 3);
+        rig.stored(&whole[..1]);
+        rig.world.finish(0, Fate::Io(fault));
+        assert_eq!(rig.in_flight(is_write), 0);
+        assert_eq!(rig.world.core.stats().slots_retired, 0, "nothing is wrong with the slot");
+        let entries = orbitkv_tests::world::pages_after(whole[0], &whole[1..]);
+        rig.world.save(rig.seat.session, rig.seat.region, &entries);
+        rig.world.settle();
+        rig.world.evict_dram();
+        assert_eq!(rig.hits(&whole), 3);
+    }
 }
 
 #[test]

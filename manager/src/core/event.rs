@@ -111,6 +111,9 @@ pub enum IoFault {
     Checksum,
     /// The file system had no space for it: the slot is as good as before.
     NoSpace,
+    /// The kernel answered with this errno (positive) when the superblock was written, without which
+    /// no page may be: the slot is as good as before.
+    Superblock(i32),
     /// The tier does not take this kind of work any more (breaker, shutdown).
     Off,
 }
@@ -122,7 +125,7 @@ impl IoFault {
     /// Position in [`LABELS`](Self::LABELS).
     pub const fn index(self) -> usize {
         match self {
-            Self::Errno(_) => 0,
+            Self::Errno(_) | Self::Superblock(_) => 0,
             Self::Short => 1,
             Self::Checksum => 2,
             Self::Off => 3,

@@ -4,6 +4,7 @@
 //! call ever waits. [`HostDevice`] serves engines whose KV lies in host memory.
 
 mod cuda;
+mod devices;
 mod host;
 mod lane;
 mod region;
@@ -19,6 +20,7 @@ use crate::core::{CopyFault, CopyPage, Direction, Ticket};
 pub use cuda::{
     CudaDevice, CudaError, CudaImportError, CudaImporter, CudaMemory, Gpu, Gpus, NoCuda,
 };
+pub use devices::Devices;
 pub use host::{HostDevice, HostMemory, ImportError, MemoryWay, PeerHandle};
 pub use region::{DeviceRegion, PageLayout, Placement, RegionError};
 
@@ -65,13 +67,36 @@ impl DeviceMemory {
         }
     }
 
-    /// Whether work that is queued on a device writes it: whoever reads it waits for an event first.
-    pub fn needs_fence(&self) -> bool {
+    /// What copies from it and to it.
+    pub fn device(&self) -> DeviceKind {
         match self {
-            Self::Host(_) => false,
-            Self::Cuda(_) => true,
+            Self::Host(_) => DeviceKind::Host,
+            Self::Cuda(_) => DeviceKind::Cuda,
         }
     }
+
+    /// Whether one command may name both.
+    fn is_beside(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Host(_), Self::Host(_)) => true,
+            (Self::Cuda(memory), Self::Cuda(other)) => memory.gpu() == other.gpu(),
+            _ => false,
+        }
+    }
+
+    /// Whether work that is queued on a device writes it: whoever reads it waits for an event first.
+    pub fn needs_fence(&self) -> bool {
+        self.device() == DeviceKind::Cuda
+    }
+}
+
+/// Kinds of devices.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DeviceKind {
+    /// Memory of the host.
+    Host,
+    /// Memory of a GPU.
+    Cuda,
 }
 
 /// An event of an engine: whether what it recorded before is done.
@@ -223,12 +248,6 @@ pub enum CopyError {
         /// Its index in the session's pool.
         fence: u32,
     },
-    /// The operation was stopped before its fence had passed.
-    #[error("the operation that waited for fence {fence} was stopped")]
-    FenceGivenUp {
-        /// Its index in the session's pool.
-        fence: u32,
-    },
     /// The driver did not take the order for a copy; the GPU works on.
     #[error("gpu {gpu} refused a copy: CUDA error {code}")]
     GpuRefused {
@@ -236,6 +255,12 @@ pub enum CopyError {
         gpu: u32,
         /// As the driver numbers it.
         code: u32,
+    },
+    /// The operation was stopped before its fence had passed.
+    #[error("the operation that waited for fence {fence} was stopped")]
+    FenceGivenUp {
+        /// Its index in the session's pool.
+        fence: u32,
     },
     /// The GPU, or our context on it, is lost: it copies nothing any more.
     #[error("gpu {gpu} is lost: CUDA error {code}")]

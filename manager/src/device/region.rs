@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::message::{LAYOUT_SEGMENTS_MAX, RegionSpec};
 
-use super::DeviceMemory;
+use super::{DeviceKind, DeviceMemory};
 
 /// Why a region was refused. Numbers are the engine's; segments count from 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -27,6 +27,17 @@ pub enum RegionError {
         segment: usize,
         /// As given.
         memory: u32,
+    },
+    /// Memories that no one device reaches.
+    #[error(
+        "memories {first} and {second} are not of one device: register a region a device (host, or \
+         one GPU)"
+    )]
+    MixedDevices {
+        /// One.
+        first: u32,
+        /// The other.
+        second: u32,
     },
     /// A segment without bytes.
     #[error("segment {segment} has 0 bytes")]
@@ -102,10 +113,10 @@ pub struct PageLayout {
     pages: u32,
     image_bytes: u32,
     layers: u32,
-    /// In image order, all in layer 0, neighbours merged where they are contiguous on every page.
+    /// In image order, neighbours merged where they are contiguous on every page.
     runs: Vec<Run>,
-    /// By layer, then in image order, merged within a layer. Empty where there is only one.
-    layer_runs: Vec<Run>,
+    /// By layer, then in image order; no two layers share one. Empty with a single layer.
+    layer_runs: Vec<LayerRun>,
     /// Memory handles in the order of `Run::memory`.
     memories: Vec<u32>,
 }
@@ -121,10 +132,21 @@ pub(super) struct Run {
     pub(super) stride: u64,
     pub(super) image_offset: u32,
     pub(super) bytes: u32,
-    /// 0 where layers do not matter.
-    pub(super) layer: u32,
+}
+
+/// A run of one layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct LayerRun {
+    layer: u32,
     /// Of its first byte among those of the layer.
-    pub(super) layer_offset: u32,
+    layer_offset: u32,
+    run: Run,
+}
+
+impl LayerRun {
+    fn end(&self) -> u32 {
+        self.layer_offset + self.run.bytes
+    }
 }
 
 impl PageLayout {
@@ -158,7 +180,7 @@ impl PageLayout {
         };
         let mut positions: HashMap<u32, u16> = HashMap::new();
         let mut intervals = Vec::with_capacity(segments);
-        let mut segment_runs = Vec::with_capacity(segments);
+        let mut layer_segments = Vec::with_capacity(segments);
         let mut sum = 0u64;
         for (index, segment) in spec.segments.iter().enumerate() {
             let unknown = RegionError::UnknownMemory { segment: index, memory: segment.memory };
@@ -191,48 +213,55 @@ impl PageLayout {
                 next
             });
             intervals.push((memory, segment.offset..segment.offset + segment.length, index));
-            segment_runs.push(Run {
+            let run = Run {
                 memory,
                 offset: segment.offset,
                 stride: segment.stride,
                 image_offset: image_offset as u32,
                 bytes: segment.length as u32,
-                layer: segment.layer,
-                layer_offset: 0,
-            });
+            };
+            lengthen_or_push(&mut layout.runs, run, spec.pages);
+            layer_segments.push((segment.layer, run));
         }
         if sum != image_bytes {
             return Err(RegionError::SizeMismatch { sum, image_bytes });
         }
         disjoint(intervals)?;
-        layout.join(segment_runs);
+        layout.divide(layer_segments);
         Ok(layout)
     }
 
-    /// Puts the segments together, in image order and by layer.
-    fn join(&mut self, mut segments: Vec<Run>) {
-        for run in &segments {
-            let whole = Run { layer: 0, layer_offset: run.image_offset, ..*run };
-            lengthen_or_push(&mut self.runs, whole, self.pages);
-        }
-        self.layers = segments.iter().map(|run| run.layer.saturating_add(1)).max().unwrap_or(1);
+    /// Sorts the segments by layer.
+    fn divide(&mut self, mut segments: Vec<(u32, Run)>) {
+        self.layers = segments.iter().map(|(layer, _)| layer.saturating_add(1)).max().unwrap_or(1);
         if self.layers == 1 {
             return;
         }
-        segments.sort_by_key(|run| run.layer);
-        let (mut layer, mut layer_offset) = (0, 0);
-        for run in segments {
-            if run.layer != layer {
-                (layer, layer_offset) = (run.layer, 0);
+        segments.sort_by_key(|(layer, _)| *layer);
+        for of_layer in segments.chunk_by(|(layer, _), (next, _)| layer == next) {
+            let layer = of_layer[0].0;
+            let mut runs = Vec::new();
+            for (_, run) in of_layer {
+                lengthen_or_push(&mut runs, *run, self.pages);
             }
-            lengthen_or_push(&mut self.layer_runs, Run { layer_offset, ..run }, self.pages);
-            layer_offset += run.bytes;
+            let mut layer_offset = 0;
+            for run in runs {
+                self.layer_runs.push(LayerRun { layer, layer_offset, run });
+                layer_offset += run.bytes;
+            }
         }
     }
 
-    /// The runs of a page: in image order, or by layer.
-    pub(super) fn runs(&self, by_layer: bool) -> &[Run] {
-        if by_layer && self.layers > 1 { &self.layer_runs } else { &self.runs }
+    /// The runs of a page, in image order.
+    pub(super) fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// The runs of one layer of a page, in image order; of a layout of one layer none.
+    pub(super) fn runs_of_layer(&self, layer: u32) -> impl Iterator<Item = &Run> {
+        let first = self.layer_runs.partition_point(|run| run.layer < layer);
+        let runs = self.layer_runs[first..].iter();
+        runs.take_while(move |run| run.layer == layer).map(|run| &run.run)
     }
 
     /// Device pages.
@@ -252,10 +281,12 @@ impl PageLayout {
 
     /// Bytes of one layer of a page image; 0 when no segment names it.
     pub fn layer_bytes(&self, layer: u32) -> u32 {
-        let runs = self.runs(true);
-        let next = runs.partition_point(|run| run.layer <= layer);
-        let last = next.checked_sub(1).map(|last| &runs[last]);
-        last.filter(|run| run.layer == layer).map_or(0, Run::layer_end)
+        if self.layers == 1 {
+            return if layer == 0 { self.image_bytes } else { 0 };
+        }
+        let next = self.layer_runs.partition_point(|run| run.layer <= layer);
+        let last = next.checked_sub(1).map(|last| &self.layer_runs[last]);
+        last.filter(|run| run.layer == layer).map_or(0, LayerRun::end)
     }
 
     /// Handles of the memories, in the order of [`Placement::memory`].
@@ -266,7 +297,12 @@ impl PageLayout {
     /// Where the image bytes from `image_offset` on lie on the device, up to the first jump.
     /// `None` when there is no such page or byte.
     pub fn locate(&self, device_page: u32, image_offset: u32) -> Option<Placement> {
-        Some(self.find(&self.runs, 0, device_page, image_offset)?.1)
+        if device_page >= self.pages || image_offset >= self.image_bytes {
+            return None;
+        }
+        let next = self.runs.partition_point(|run| run.image_offset <= image_offset);
+        let run = self.runs.get(next.checked_sub(1)?)?;
+        Some(run.place(device_page, image_offset - run.image_offset))
     }
 
     /// Where the bytes of a layer from `layer_offset` on lie, in the image and on the device, up to
@@ -277,32 +313,24 @@ impl PageLayout {
         device_page: u32,
         layer_offset: u32,
     ) -> Option<(u32, Placement)> {
-        self.find(self.runs(true), layer, device_page, layer_offset)
-    }
-
-    fn find(
-        &self,
-        runs: &[Run],
-        layer: u32,
-        device_page: u32,
-        offset: u32,
-    ) -> Option<(u32, Placement)> {
-        let next = runs.partition_point(|run| (run.layer, run.layer_offset) <= (layer, offset));
-        let run = runs.get(next.checked_sub(1)?)?;
-        if device_page >= self.pages || run.layer != layer || offset >= run.layer_end() {
+        if self.layers == 1 && layer == 0 {
+            return Some((layer_offset, self.locate(device_page, layer_offset)?));
+        }
+        if device_page >= self.pages {
             return None;
         }
-        let within = offset - run.layer_offset;
-        Some((run.image_offset + within, run.place(device_page, within)))
+        let before = |run: &LayerRun| (run.layer, run.layer_offset) <= (layer, layer_offset);
+        let next = self.layer_runs.partition_point(before);
+        let found = self.layer_runs.get(next.checked_sub(1)?)?;
+        if found.layer != layer || layer_offset >= found.end() {
+            return None;
+        }
+        let within = layer_offset - found.layer_offset;
+        Some((found.run.image_offset + within, found.run.place(device_page, within)))
     }
 }
 
 impl Run {
-    /// Offset in the layer of what follows it.
-    fn layer_end(&self) -> u32 {
-        self.layer_offset + self.bytes
-    }
-
     /// The rest of the run on a device page, from its byte `within` on.
     fn place(&self, device_page: u32, within: u32) -> Placement {
         // No overflow: `PageLayout::new` computed the end of the last page.
@@ -314,7 +342,7 @@ impl Run {
 /// Appends a run, or lengthens the last one where both are contiguous on every page and in the image.
 fn lengthen_or_push(runs: &mut Vec<Run>, run: Run, pages: u32) {
     if let Some(last) = runs.last_mut()
-        && (last.memory, last.layer) == (run.memory, run.layer)
+        && last.memory == run.memory
         && last.offset + u64::from(last.bytes) == run.offset
         && last.image_offset + last.bytes == run.image_offset
         && (last.stride == run.stride || pages == 1)
@@ -369,7 +397,13 @@ impl DeviceRegion {
             Some(bytes)
         })?;
         let memories = layout.memories().iter().filter_map(|handle| known.get(handle).cloned());
-        let memories = memories.collect();
+        let memories: Vec<Arc<DeviceMemory>> = memories.collect();
+        if let Some(first) = memories.first()
+            && let Some(at) = memories.iter().position(|memory| !memory.is_beside(first))
+        {
+            let (first, second) = (layout.memories()[0], layout.memories()[at]);
+            return Err(RegionError::MixedDevices { first, second });
+        }
         Ok(Self { layout, memories })
     }
 
@@ -381,6 +415,11 @@ impl DeviceRegion {
     /// Whether work that is queued on a device writes its memory, so that a save needs a fence.
     pub fn needs_fence(&self) -> bool {
         self.memories.iter().any(|memory| memory.needs_fence())
+    }
+
+    /// What copies from it and to it.
+    pub fn device(&self) -> Option<DeviceKind> {
+        self.memories.first().map(|memory| memory.device())
     }
 
     /// The memory of a [`Placement`].
@@ -466,6 +505,32 @@ mod tests {
         assert_eq!(runs(5, vec![segment(0, 0, 64, 32), segment(1, 32, 64, 32)]), 2);
     }
 
+    #[test]
+    fn layers_merge_in_themselves_and_come_in_their_order() {
+        let of = |layer, offset| SegmentSpec { layer, ..segment(0, offset, 64, 16) };
+        let spec = region(5, vec![of(3, 0), of(0, 16), of(0, 32), of(3, 48)]);
+        let layout = check(&spec, 64).expect("layout");
+        assert_eq!((layout.layers(), layout.runs().len()), (4, 1));
+        let runs_of = |layer| -> Vec<_> {
+            layout.runs_of_layer(layer).map(|run| (run.image_offset, run.bytes)).collect()
+        };
+        assert_eq!(
+            [runs_of(0), runs_of(1), runs_of(3)],
+            [vec![(16, 32)], vec![], vec![(0, 16), (48, 16)]]
+        );
+        assert_eq!([0, 1, 2, 3, 4].map(|layer| layout.layer_bytes(layer)), [32, 0, 0, 32, 0]);
+        let place = |offset, bytes| Placement { memory: 0, offset, bytes };
+        assert_eq!(layout.locate_in_layer(3, 2, 15), Some((15, place(2 * 64 + 15, 1))));
+        assert_eq!(layout.locate_in_layer(3, 2, 16), Some((48, place(2 * 64 + 48, 16))));
+        for (layer, page, offset) in [(0, 2, 32), (1, 2, 0), (4, 2, 0), (3, 2, 32), (3, 5, 0)] {
+            assert_eq!(layout.locate_in_layer(layer, page, offset), None);
+        }
+        // One layer is the whole image.
+        let single = check(&region(5, vec![segment(0, 0, 64, 32)]), 32).expect("layout");
+        assert_eq!((single.layers(), single.layer_bytes(0), single.layer_bytes(1)), (1, 32, 0));
+        assert_eq!(single.locate_in_layer(0, 1, 5), Some((5, place(69, 27))));
+    }
+
     fn hostile_number() -> impl Strategy<Value = u64> {
         prop_oneof![
             Just(0),
@@ -515,14 +580,14 @@ mod tests {
 
     /// Layouts that are mostly right: one or two memories, tensors of `pages` blocks.
     fn plausible_region() -> impl Strategy<Value = RegionSpec> {
-        let piece = (0..2u32, 1..9u64, 0..3u64, 0..3u64);
+        let piece = (0..2u32, 1..9u64, 0..3u64, 0..3u64, 0..4u32);
         (1..6u32, collection::vec(piece, 1..7)).prop_map(|(pages, pieces)| {
             let mut free = [0u64; 2];
-            let segments = pieces.into_iter().map(|(memory, length, gap, slack)| {
+            let segments = pieces.into_iter().map(|(memory, length, gap, slack, layer)| {
                 let offset = free[memory as usize] + gap;
                 let stride = length + slack;
                 free[memory as usize] = offset + stride * u64::from(pages - 1) + length;
-                segment(memory, offset, stride, length)
+                SegmentSpec { layer, ..segment(memory, offset, stride, length) }
             });
             region(pages, segments.collect())
         })
@@ -575,6 +640,23 @@ mod tests {
                 for (byte, &(memory, offset)) in naive.iter().enumerate() {
                     let place = layout.locate(page, byte as u32).expect("byte of the image");
                     prop_assert_eq!((layout.memories()[usize::from(place.memory)], place.offset), (memory, offset));
+                }
+                // By layer, each byte once, at its place in the image.
+                let of_segment = |segment: &SegmentSpec| vec![segment.layer; segment.length as usize];
+                let layer_of: Vec<u32> = spec.segments.iter().flat_map(of_segment).collect();
+                for layer in 0..5 {
+                    let wanted: Vec<usize> = (0..naive.len()).filter(|&at| layer_of[at] == layer).collect();
+                    prop_assert_eq!(layout.layer_bytes(layer) as usize, wanted.len());
+                    let mut found = Vec::new();
+                    while let Some((image, place)) = layout.locate_in_layer(layer, page, found.len() as u32) {
+                        for at in 0..place.bytes {
+                            let memory = layout.memories()[usize::from(place.memory)];
+                            let byte = (image + at) as usize;
+                            prop_assert_eq!(naive[byte], (memory, place.offset + u64::from(at)));
+                            found.push(byte);
+                        }
+                    }
+                    prop_assert_eq!(found, wanted);
                 }
             }
         }

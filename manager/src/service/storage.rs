@@ -1,5 +1,7 @@
 //! SSD orders of `core`, handed to the tier.
 
+mod news;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -11,6 +13,7 @@ use crate::ssd::{
     SsdTier, WriteOrder,
 };
 use crate::telemetry::mirror::{DeviceMirror, PaceMirror};
+use news::News;
 
 /// How long a device whose writes fail is left alone before it is tried again.
 const WRITE_REST_NS: Nanos = 2_000_000_000;
@@ -28,9 +31,8 @@ pub struct Storage {
     write_queue_full: u64,
     /// Since when each device takes no new images.
     resting_since: Vec<Option<Nanos>>,
-    /// What was last said of each device.
-    said: Vec<Health>,
-    stops: [u64; Cause::ALL.len()],
+    /// What was said of each device.
+    news: Vec<News>,
 }
 
 impl Storage {
@@ -39,8 +41,7 @@ impl Storage {
         Self {
             resting_since: vec![None; devices.len()],
             refused: vec![VecDeque::new(); devices.len() * 2 + 1],
-            said: vec![Health::Healthy; devices.len()],
-            stops: [0; Cause::ALL.len()],
+            news: devices.iter().map(|_| News::new()).collect(),
             tier: Some(tier),
             devices,
             last_ends: VecDeque::new(),
@@ -165,7 +166,8 @@ impl Storage {
 
     /// Times that a device ceased to take some work.
     pub(super) fn stops(&self) -> impl Iterator<Item = (SsdStop, u64)> + '_ {
-        Cause::ALL.iter().map(|&cause| reason_of(cause)).zip(self.stops)
+        let times = |cause: Cause| self.news.iter().map(|news| news.stops()[cause as usize]).sum();
+        Cause::ALL.iter().map(move |&cause| (reason_of(cause), times(cause)))
     }
 
     /// Looks after the devices, says once what changed, and returns what those take of new images
@@ -179,18 +181,10 @@ impl Storage {
         let mut changes = Vec::new();
         let Some(tier) = &mut self.tier else { return changes };
         tier.tend();
-        let known = self.devices.iter().zip(&mut self.said).zip(&mut self.resting_since);
-        for (number, (status, ((info, said), resting))) in tier.status().zip(known).enumerate() {
-            if *said != status.health {
-                if status.health == Health::Healthy {
-                    tracing::info!(path = %info.path.display(), "the ssd device works again");
-                } else if let Some(cause) = status.cause {
-                    say(&info.path, *said, status.health, cause);
-                    if let Some(times) = self.stops.get_mut(cause as usize) {
-                        *times += 1;
-                    }
-                }
-                *said = status.health;
+        let known = self.devices.iter().zip(&mut self.news).zip(&mut self.resting_since);
+        for (number, (status, ((info, news), resting))) in tier.status().zip(known).enumerate() {
+            if let Some(before) = news.look(now, status.health, status.cause) {
+                news::say(&info.path, before, status.health, status.cause);
             }
             let number = number as u16;
             let was = intake(number);
@@ -300,19 +294,6 @@ fn time_left(elapsed: Nanos, done: u64, all: u64) -> Option<Nanos> {
         0 => None,
         _ => Some(Nanos::try_from(left / u128::from(done)).unwrap_or(Nanos::MAX)),
     }
-}
-
-/// One line for an operator: what happened, and what it means.
-fn say(path: &std::path::Path, before: Health, health: Health, cause: Cause) {
-    let why = match cause {
-        Cause::Errors => "too many of its reads or writes failed; see the kernel's log",
-        Cause::NoSpace => "its file system has no space left: free some",
-        Cause::Slow => "it takes more than a second for a request",
-        Cause::Hung => "the kernel has not given back a request for five seconds",
-    };
-    let path = path.display();
-    let (before, now) = (before.label(), health.label());
-    tracing::warn!(%path, before, now, why, "an ssd device changed its state; it is tried again");
 }
 
 fn reason_of(cause: Cause) -> SsdStop {

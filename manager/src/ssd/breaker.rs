@@ -32,11 +32,13 @@ impl Cause {
 }
 
 /// Stops one kind of work of one device after too many failures, and lets single orders through
-/// until one succeeds.
-#[derive(Clone, Copy, Debug, Default)]
+/// until as many as it takes succeed one after the other.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Breaker {
     /// One bit an outcome, newest lowest: set for a failure.
     history: u32,
+    /// Tries that must succeed.
+    tries: u32,
     open: Option<Open>,
 }
 
@@ -45,6 +47,8 @@ struct Open {
     try_at: Instant,
     pause: Duration,
     trying: Option<Instant>,
+    /// Tries that have succeeded since the last one that did not.
+    good: u32,
     cause: Cause,
 }
 
@@ -57,6 +61,11 @@ pub(crate) enum Change {
 }
 
 impl Breaker {
+    /// Closed; once open, it closes after `tries` good ones.
+    pub(crate) const fn closing_after(tries: u32) -> Self {
+        Self { history: 0, tries, open: None }
+    }
+
     /// Why work is refused.
     pub(crate) fn open(&self) -> Option<Cause> {
         self.open.map(|open| open.cause)
@@ -72,11 +81,13 @@ impl Breaker {
         if self.open.is_some() {
             return Change::None;
         }
-        self.open = Some(Open { try_at: now + PAUSE_MIN, pause: PAUSE_MIN, trying: None, cause });
+        let (try_at, pause) = (now + PAUSE_MIN, PAUSE_MIN);
+        self.open = Some(Open { try_at, pause, trying: None, good: 0, cause });
         Change::Opened
     }
 
-    /// Whether an order may go to the device. While open: one after each pause.
+    /// Whether an order may go to the device. While open: one after each pause, and after each that
+    /// succeeds.
     pub(crate) fn admits(&mut self, now: impl FnOnce() -> Instant) -> bool {
         match &mut self.open {
             None => true,
@@ -105,13 +116,19 @@ impl Breaker {
         // Orders from before it opened may still end; only the one let through decides.
         let Some(since) = open.trying else { return Change::None };
         let now = now();
+        open.trying = None;
         if failed || now.saturating_duration_since(since) > TRY_MAX {
-            open.trying = None;
+            open.good = 0;
             open.pause = (open.pause * 2).min(PAUSE_MAX);
             open.try_at = now + open.pause;
             return Change::None;
         }
-        *self = Self::default();
+        open.good += 1;
+        // What fails for so long may do so for ever: the rest of the device is worth having.
+        if open.good < self.tries && open.pause < PAUSE_MAX {
+            return Change::None;
+        }
+        *self = Self::closing_after(self.tries);
         Change::Closed
     }
 }
@@ -123,7 +140,7 @@ mod tests {
     #[test]
     fn single_failures_among_good_orders_do_not_open_it() {
         let now = Instant::now();
-        let mut breaker = Breaker::default();
+        let mut breaker = Breaker::closing_after(1);
         for order in 0..1000 {
             assert!(breaker.admits(|| now));
             assert_eq!(breaker.record(order % 8 == 0, || now), Change::None);
@@ -133,7 +150,7 @@ mod tests {
     #[test]
     fn it_opens_after_many_failures_tries_one_order_a_pause_and_closes_on_success() {
         let start = Instant::now();
-        let mut breaker = Breaker::default();
+        let mut breaker = Breaker::closing_after(1);
         for order in 1..=FAULTS_MAX {
             let expected = if order == FAULTS_MAX { Change::Opened } else { Change::None };
             assert_eq!(breaker.record(true, || start), expected);
@@ -160,7 +177,7 @@ mod tests {
     #[test]
     fn it_can_be_tripped_and_a_try_that_takes_too_long_is_a_failure() {
         let start = Instant::now();
-        let mut breaker = Breaker::default();
+        let mut breaker = Breaker::closing_after(1);
         assert_eq!(breaker.trip(Cause::Hung, start), Change::Opened);
         assert_eq!(breaker.trip(Cause::Errors, start), Change::None);
         assert_eq!(breaker.open(), Some(Cause::Hung));
@@ -176,9 +193,38 @@ mod tests {
     }
 
     #[test]
+    fn it_closes_when_two_tries_in_a_row_succeed_where_two_are_asked_for() {
+        let mut now = Instant::now();
+        let mut breaker = Breaker::closing_after(2);
+        breaker.trip(Cause::Errors, now);
+        now += PAUSE_MIN;
+        let none = Change::None;
+        for (failed, change) in
+            [(false, none), (true, none), (false, none), (false, Change::Closed)]
+        {
+            assert!(breaker.admits(|| now), "the pause is over");
+            assert!(!breaker.admits(|| now), "one at a time");
+            assert_eq!(breaker.record(failed, || now), change);
+            if failed {
+                assert!(!breaker.would_try(now), "the next pause");
+                now += PAUSE_MAX;
+            }
+        }
+        // One place that never gets better keeps it open for a while, not for ever.
+        breaker.trip(Cause::Errors, now);
+        now += PAUSE_MIN;
+        let closes_after = (0..20).find(|order| {
+            now += PAUSE_MAX;
+            assert!(breaker.admits(|| now));
+            breaker.record(order % 2 == 0, || now) == Change::Closed
+        });
+        assert_eq!(closes_after, Some(7));
+    }
+
+    #[test]
     fn orders_from_before_it_opened_do_not_close_it() {
         let now = Instant::now();
-        let mut breaker = Breaker::default();
+        let mut breaker = Breaker::closing_after(1);
         for _ in 0..FAULTS_MAX {
             breaker.record(true, || now);
         }

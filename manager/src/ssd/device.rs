@@ -15,7 +15,7 @@ use super::counters::{DeviceCounters, DeviceSnapshot};
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::SsdFile;
-use super::health::{Health, Signs, judge, writes_are_slow};
+use super::health::{Health, Signs, Slowness, judge};
 use super::io::{Engine, EngineMode};
 use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
@@ -34,6 +34,8 @@ pub(crate) const READ_QUEUE: usize = 4096;
 pub(crate) const WRITE_QUEUE: usize = 4096;
 /// Regions and retired slots that may wait beside them.
 const RECORD_QUEUE: usize = 4096;
+/// Places that are read in turn to see whether a device is good again: its begin and where it failed.
+const PROBE_PLACES: u32 = 2;
 
 /// Rings the reactor.
 pub type Notify = Arc<dyn Fn() + Send + Sync>;
@@ -75,8 +77,7 @@ pub(crate) struct Device {
     counters: Arc<DeviceCounters>,
     read: Side<ReadOrder>,
     write: Side<WriterCommand>,
-    /// Writes take too long on average.
-    writes_slow: bool,
+    slowness: Slowness,
     /// The last probe read a place that had failed.
     probed_bad_place: bool,
     read_mode: EngineMode,
@@ -121,7 +122,7 @@ impl Device {
             threads: EngineSpec::THREADS,
         };
 
-        let (read, orders, ends) = Side::new(READ_QUEUE, READ_QUEUE)?;
+        let (read, orders, ends) = Side::new(READ_QUEUE, READ_QUEUE, PROBE_PLACES)?;
         let (results, to_check) = sync_channel(READ_QUEUE);
         let verifier = Verifier {
             memory: shared.memory.clone(),
@@ -142,7 +143,7 @@ impl Device {
         let read_made =
             spawn_worker("ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;
 
-        let (write, orders, ends) = Side::new(WRITE_QUEUE + RECORD_QUEUE, WRITE_QUEUE)?;
+        let (write, orders, ends) = Side::new(WRITE_QUEUE + RECORD_QUEUE, WRITE_QUEUE, 1)?;
         let parts = WriterParts {
             metadata,
             counters: counters.clone(),
@@ -163,7 +164,7 @@ impl Device {
             counters,
             read,
             write,
-            writes_slow: false,
+            slowness: Slowness::default(),
             probed_bad_place: false,
             read_mode,
             write_mode,
@@ -186,21 +187,22 @@ impl Device {
     }
 
     fn health(&self) -> (Health, Option<Cause>) {
-        judge(self.read.signs(), self.write.signs(), self.writes_slow)
+        judge(self.read.signs(), self.write.signs(), self.slowness.holds(Instant::now()))
     }
 
     /// Looks after a device that is not well: once in a while, whether or not it has work.
     pub(crate) fn tend(&mut self) {
-        self.writes_slow = writes_are_slow(self.writes_slow, self.write.pulse.mean());
         let now = Instant::now();
+        let oldest = self.read.pulse.oldest().max(self.write.pulse.oldest());
+        self.slowness.look(oldest, self.write.pulse.mean(), now);
         if self.write.signs().is_hung() {
             self.write.breaker.trip(Cause::Hung, now);
         }
         if self.read.signs().is_hung() {
             self.read.breaker.trip(Cause::Hung, now);
         } else if self.read.breaker.would_try(now) {
-            // Nobody may want to read for long: the tier finds out itself. One bad place is no
-            // reason to leave the device, nor is one good place a reason to come back.
+            // Nobody may want to read for long: the tier finds out itself. One good place is no
+            // reason to come back: the one that failed must be good as well.
             self.probed_bad_place = !self.probed_bad_place;
             let bad_place = self.counters.bad_offset.load(Ordering::Relaxed);
             let offset = if self.probed_bad_place { bad_place } else { 0 };
@@ -216,10 +218,10 @@ impl Device {
     pub(crate) fn submit_read(&mut self, order: ReadOrder) -> Result<(), Refusal> {
         // Before the worker can count it down.
         self.counters.reading.fetch_add(1, Ordering::Relaxed);
-        let submitted = match self.read.signs().is_hung() {
-            true => Err(Refusal::Off),
-            false => self.read.submit(order, READ_QUEUE),
-        };
+        // While the breaker is open, probes alone are let through.
+        let refused = self.read.signs().refusal().is_some();
+        let submitted =
+            if refused { Err(Refusal::Off) } else { self.read.submit(order, READ_QUEUE) };
         match submitted {
             Ok(()) => {}
             Err(Refusal::Full) => _ = self.counters.reading.fetch_sub(1, Ordering::Relaxed),
@@ -270,7 +272,10 @@ impl Device {
     pub(crate) fn poll(&mut self) -> Option<SsdEnd> {
         while let Some(end) = self.read.ends.try_pop() {
             self.read.out -= 1;
-            if let SsdEnd::Read { fault, .. } = end {
+            // What was out when the breaker opened may still end: then only a probe says something.
+            if let SsdEnd::Read { fault, .. } = end
+                && (end.is_probe() || self.read.breaker.open().is_none())
+            {
                 self.read.record(fault);
             }
             if !end.is_probe() {
@@ -300,6 +305,7 @@ impl<O> Side<O> {
     fn new(
         orders_max: usize,
         ends_max: usize,
+        tries: u32,
     ) -> Result<(Self, HeapCons<O>, HeapProd<SsdEnd>), SsdError> {
         let wake = Wake::new().map_err(|errno| SsdError::System { operation: "eventfd", errno })?;
         let (orders, to_do) = HeapRb::new(orders_max).split();
@@ -309,16 +315,20 @@ impl<O> Side<O> {
             ends,
             wake: Arc::new(wake),
             out: 0,
-            breaker: Breaker::default(),
+            breaker: Breaker::closing_after(tries),
             pulse: Arc::new(Pulse::new()),
         };
         Ok((side, to_do, ended))
     }
 
     fn record(&mut self, fault: Option<IoFault>) {
-        // A try that was given up shows nothing good.
-        let given_up = fault == Some(IoFault::Off) && self.breaker.open().is_some();
-        self.breaker.record(is_device_fault(fault) || given_up, Instant::now);
+        let failed = match fault {
+            // The device was not asked, which shows nothing; of a try it shows nothing good.
+            Some(IoFault::Off) if self.breaker.open().is_none() => return,
+            Some(IoFault::Off) => true,
+            fault => is_device_fault(fault),
+        };
+        self.breaker.record(failed, Instant::now);
     }
 
     fn signs(&self) -> Signs {
@@ -342,7 +352,12 @@ impl<O> Side<O> {
 
 /// A damaged image or a stop says nothing about the device.
 fn is_device_fault(fault: Option<IoFault>) -> bool {
-    matches!(fault, Some(IoFault::Errno(_) | IoFault::Short | IoFault::NoSpace))
+    match fault {
+        Some(IoFault::Errno(_) | IoFault::Superblock(_) | IoFault::Short | IoFault::NoSpace) => {
+            true
+        }
+        Some(IoFault::Checksum | IoFault::Off) | None => false,
+    }
 }
 
 type Made = Receiver<Result<EngineMode, Errno>>;
@@ -416,4 +431,24 @@ pub struct DeviceInfo {
     pub read_mode: EngineMode,
     /// How it writes.
     pub write_mode: EngineMode,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_that_the_device_was_not_asked_for_hide_no_failures() {
+        let (mut side, _to_do, _ended) = Side::<ReadOrder>::new(8, 8, 1).unwrap();
+        let failed = Some(IoFault::Errno(libc::EIO));
+        for _ in 0..7 {
+            side.record(failed);
+            for _ in 0..8 {
+                side.record(Some(IoFault::Off));
+            }
+        }
+        assert_eq!(side.breaker.open(), None);
+        side.record(failed);
+        assert_eq!(side.breaker.open(), Some(Cause::Errors));
+    }
 }

@@ -212,20 +212,22 @@ impl<C> Flight<C> {
 
     fn submit(&mut self, mut chunk: Chunk) {
         let image_bytes = u64::from(chunk.image_bytes());
-        if let Some(pulse) = &self.pulse
-            && let Some(number) = self.out.iter().position(Option::is_none)
-        {
+        let alone = self.engine.in_flight() == 0;
+        let free = self.out.iter().position(Option::is_none);
+        chunk.number = free.unwrap_or(0);
+        // Only what the kernel has is out.
+        if let Err(chunk) = self.engine.submit(chunk) {
+            self.retry.push_back(chunk);
+            return;
+        }
+        self.image_bytes += image_bytes;
+        self.sent += 1;
+        if let (Some(pulse), Some(number)) = (&self.pulse, free) {
             let now_ns = pulse.now_ns();
-            if self.engine.in_flight() == 0 {
+            if alone {
                 pulse.set_oldest(Some(now_ns));
             }
-            chunk.number = number;
             self.out[number] = Some(now_ns);
-        }
-        self.sent += 1;
-        match self.engine.submit(chunk) {
-            Ok(()) => self.image_bytes += image_bytes,
-            Err(chunk) => self.retry.push_back(chunk),
         }
     }
 
@@ -307,4 +309,70 @@ impl<C> Flight<C> {
 /// The part of an extent that begins `start` bytes in.
 pub(crate) fn part_of(extent: Extent, start: u32, bytes: u32) -> Extent {
     Extent { offset: extent.offset + u64::from(start), bytes, ..extent }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ssd::io::EngineMode;
+
+    /// Takes one chunk at a time.
+    #[derive(Default)]
+    struct OneAtATime(Option<Chunk>);
+
+    impl Engine for OneAtATime {
+        fn mode(&self) -> EngineMode {
+            EngineMode::UNREGISTERED
+        }
+
+        fn depth(&self) -> usize {
+            1
+        }
+
+        fn in_flight(&self) -> usize {
+            usize::from(self.0.is_some())
+        }
+
+        fn submit(&mut self, chunk: Chunk) -> Result<(), Chunk> {
+            match self.0 {
+                Some(_) => Err(chunk),
+                None => {
+                    self.0 = Some(chunk);
+                    Ok(())
+                }
+            }
+        }
+
+        fn wait(
+            &mut self,
+            _ready: &mut dyn FnMut() -> bool,
+            _timeout: Option<Duration>,
+            done: &mut Vec<Done>,
+        ) {
+            done.extend(self.0.take().map(|chunk| Done { result: chunk.bytes() as i32, chunk }));
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_the_engine_gave_back_is_neither_out_nor_sent() {
+        let pulse = Arc::new(Pulse::new());
+        let counters = Arc::new(DeviceCounters::default());
+        let mut flight = Flight::new(Box::new(OneAtATime::default()), Transfer::Write, counters)
+            .with_pulse(pulse.clone());
+        for number in 0..3_u64 {
+            let page = flight.begin(number);
+            let mut chunk = flight.chunk(number << 12);
+            chunk.push(page, Part::Block(flight.block()));
+            flight.send(chunk);
+            flight.seal(page);
+        }
+        assert_eq!((flight.take_sent(), flight.out.iter().flatten().count()), (1, 1));
+        while !flight.is_idle() {
+            flight.wait(&mut || false);
+        }
+        let ends: Vec<_> = std::iter::from_fn(|| flight.take_ended()).collect();
+        assert_eq!(ends, [(0, None), (1, None), (2, None)]);
+        assert_eq!((flight.take_sent(), flight.image_bytes()), (2, 0));
+        assert_eq!((flight.out.iter().flatten().count(), pulse.oldest()), (0, Duration::ZERO));
+    }
 }

@@ -1,7 +1,7 @@
 //! What a device takes at the moment: decided from how its orders end and how long they take.
 
 use std::sync::LazyLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::breaker::Cause;
 
@@ -25,9 +25,12 @@ pub(crate) fn hung_after() -> Duration {
 /// Mean time of a write above which no more are begun, and below which they are begun again.
 const WRITES_STOP: Duration = Duration::from_secs(1);
 const WRITES_RESUME: Duration = Duration::from_millis(500);
+/// A device counts as slow for so long after the last sign of it: one that is slow now and then does
+/// not change its state with each request.
+const SLOW_HOLD: Duration = Duration::from_secs(2);
 
-/// What a device takes at the moment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// What a device takes at the moment, the best first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Health {
     /// Everything.
     Healthy,
@@ -66,25 +69,44 @@ impl Signs {
     }
 
     /// Why it is not done.
-    fn refusal(&self) -> Option<Cause> {
+    pub(crate) fn refusal(&self) -> Option<Cause> {
         self.is_hung().then_some(Cause::Hung).or(self.open)
     }
 }
 
 /// The state of a device, and why.
-pub(crate) fn judge(reads: Signs, writes: Signs, writes_slow: bool) -> (Health, Option<Cause>) {
+pub(crate) fn judge(reads: Signs, writes: Signs, was_slow: bool) -> (Health, Option<Cause>) {
     let slow = reads.oldest.max(writes.oldest) >= SLOW_AFTER;
     match (reads.refusal(), writes.refusal()) {
         (Some(cause), _) => (Health::Off, Some(cause)),
         (None, Some(cause)) => (Health::ReadOnly, Some(cause)),
-        (None, None) if slow || writes_slow => (Health::Degraded, Some(Cause::Slow)),
+        (None, None) if slow || was_slow => (Health::Degraded, Some(Cause::Slow)),
         (None, None) => (Health::Healthy, None),
     }
 }
 
-/// Whether writes take too long, given whether they did and what they take now.
-pub(crate) fn writes_are_slow(slow: bool, mean: Duration) -> bool {
-    mean > if slow { WRITES_RESUME } else { WRITES_STOP }
+/// Whether a device was slow a moment ago.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Slowness {
+    /// Writes take too long on average.
+    writes: bool,
+    /// The last sign.
+    at: Option<Instant>,
+}
+
+impl Slowness {
+    /// Looks at the oldest chunk that is out and at the mean time of a write.
+    pub(crate) fn look(&mut self, oldest: Duration, mean_write: Duration, now: Instant) {
+        self.writes = mean_write > if self.writes { WRITES_RESUME } else { WRITES_STOP };
+        if self.writes || oldest >= SLOW_AFTER {
+            self.at = Some(now);
+        }
+    }
+
+    /// Whether it counts as slow.
+    pub(crate) fn holds(&self, now: Instant) -> bool {
+        self.at.is_some_and(|at| now.saturating_duration_since(at) < SLOW_HOLD)
+    }
 }
 
 #[cfg(test)]
@@ -117,12 +139,33 @@ mod tests {
 
     #[test]
     fn writes_stop_above_a_second_and_resume_below_half_of_it() {
-        let mut slow = false;
+        let mut slow = Slowness::default();
+        let mut now = Instant::now();
         for (ms, expected) in
             [(900, false), (1000, false), (1001, true), (501, true), (500, false), (900, false)]
         {
-            slow = writes_are_slow(slow, Duration::from_millis(ms));
-            assert_eq!(slow, expected, "{ms} ms");
+            now += SLOW_HOLD;
+            slow.look(Duration::ZERO, Duration::from_millis(ms), now);
+            assert_eq!(slow.holds(now), expected, "{ms} ms");
         }
+    }
+
+    #[test]
+    fn it_stays_slow_for_a_while_after_the_last_sign() {
+        let mut slow = Slowness::default();
+        let start = Instant::now();
+        assert!(!slow.holds(start));
+        let mut states = Vec::new();
+        // One request in two takes its time.
+        for half_second in 0..12_u32 {
+            let now = start + Duration::from_millis(500) * half_second;
+            let oldest = if half_second % 2 == 0 { SLOW_AFTER } else { Duration::ZERO };
+            slow.look(oldest, Duration::ZERO, now);
+            states.push(slow.holds(now));
+        }
+        assert_eq!(states, [true; 12]);
+        let last = start + Duration::from_secs(5);
+        assert!(slow.holds(last + SLOW_HOLD - Duration::from_nanos(1)));
+        assert!(!slow.holds(last + SLOW_HOLD));
     }
 }

@@ -8,6 +8,7 @@ use super::error::SsdError;
 use super::file::SsdFile;
 use super::format::{Block, SUPERBLOCK_COPIES, Superblock, SuperblockError, SuperblockHead};
 use super::io::fault_of_errno;
+use super::pulse::Pulse;
 use crate::core::{IoFault, RegionGeometry, Slot};
 
 /// Reads the newest whole copy.
@@ -74,6 +75,11 @@ pub(crate) struct Metadata {
     unrecorded: Vec<u32>,
     /// So is the base of the generations that are given out.
     base_unrecorded: bool,
+    /// Why they could not be recorded for a page of the batch that is being written.
+    refused: Option<IoFault>,
+    /// A sync was waited for since this was last asked.
+    waited: bool,
+    pulse: Arc<Pulse>,
     counters: Arc<DeviceCounters>,
 }
 
@@ -90,8 +96,17 @@ impl Metadata {
             dirty: false,
             unrecorded: Vec::new(),
             base_unrecorded: false,
+            refused: None,
+            waited: false,
+            pulse: Arc::new(Pulse::patient()),
             counters,
         }
+    }
+
+    /// Tells `pulse` how long each of its system calls takes.
+    pub(crate) fn watched_by(mut self, pulse: Arc<Pulse>) -> Self {
+        self.pulse = pulse;
+        self
     }
 
     pub(crate) fn state(&self) -> &Superblock {
@@ -176,12 +191,27 @@ impl Metadata {
         namespace: [u8; 32],
         generation: u64,
     ) -> Result<(), SsdError> {
-        self.change(|state| state.forget(namespace, generation));
+        self.note_forget(namespace, generation);
         self.write_both()
     }
 
+    /// Forgets a namespace with the next superblock.
+    pub(crate) fn note_forget(&mut self, namespace: [u8; 32], generation: u64) {
+        self.change(|state| state.forget(namespace, generation));
+    }
+
+    /// A new batch of pages begins: what could not be recorded for the last one is tried again.
+    pub(crate) fn begin_batch(&mut self) {
+        self.refused = None;
+    }
+
+    /// Whether a sync was waited for since this was last asked.
+    pub(crate) fn take_waited(&mut self) -> bool {
+        std::mem::take(&mut self.waited)
+    }
+
     /// Whether a page may be written to `slot`: its region must be on SSD with that slot length, and
-    /// that generations go on from where they do.
+    /// that generations go on from where they do. What cannot be recorded is tried once a batch.
     pub(crate) fn admit(&mut self, slot: Slot) -> Result<(), IoFault> {
         let Some((region, _)) = self.state.geometry.slot_at(slot.offset, slot.bytes) else {
             return Err(IoFault::Errno(libc::EINVAL));
@@ -189,10 +219,20 @@ impl Metadata {
         if self.state.regions.get(region as usize) != Some(&slot.bytes) {
             return Err(IoFault::Errno(libc::EINVAL));
         }
-        if self.base_unrecorded || self.unrecorded.contains(&region) {
-            return self.write_synced().map_err(|error| fault_of(&error));
+        if !self.base_unrecorded && !self.unrecorded.contains(&region) {
+            return Ok(());
         }
-        Ok(())
+        if let Some(fault) = self.refused {
+            return Err(fault);
+        }
+        self.write_synced().map_err(|error| {
+            let fault = match fault_of(&error) {
+                IoFault::Errno(errno) => IoFault::Superblock(errno),
+                fault => fault,
+            };
+            self.refused = Some(fault);
+            fault
+        })
     }
 
     /// Writes one copy.
@@ -203,10 +243,11 @@ impl Metadata {
         self.state.sequence = sequence + 1;
         let head = self.state.encode(&mut self.table);
         let copy = (self.state.sequence % u64::from(SUPERBLOCK_COPIES)) as u32;
-        let written = self
-            .file
-            .write_blocks(&self.table, self.state.table_offset())
-            .and_then(|()| self.file.write_blocks(&[head], Superblock::head_offset(copy)));
+        let (table_at, head_at) = (self.state.table_offset(), Superblock::head_offset(copy));
+        let (file, pulse) = (&self.file, &self.pulse);
+        let written = pulse
+            .in_call(|| file.write_blocks(&self.table, table_at))
+            .and_then(|()| pulse.in_call(|| file.write_blocks(&[head], head_at)));
         match written {
             Ok(()) => {
                 self.dirty = false;
@@ -222,13 +263,15 @@ impl Metadata {
 
     /// Writes one copy and waits until it survives a power failure.
     pub(crate) fn write_synced(&mut self) -> Result<(), SsdError> {
+        self.waited = true;
         self.write()?;
-        if let Err(error) = self.file.sync() {
+        if let Err(error) = self.pulse.in_call(|| self.file.sync()) {
             self.dirty = true;
             return Err(self.failed(error));
         }
         self.unrecorded.clear();
         self.base_unrecorded = false;
+        self.refused = None;
         Ok(())
     }
 

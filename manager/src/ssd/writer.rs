@@ -42,6 +42,8 @@ pub(crate) struct Writer {
     notify: Arc<dyn Fn() + Send + Sync>,
     /// The last superblock write failed: not tried again until there is a new reason.
     resting: bool,
+    /// There is more to send than was sent.
+    left_early: bool,
 }
 
 /// What a writer needs beside its engine.
@@ -67,18 +69,19 @@ impl Writer {
         Self {
             flight: Flight::new(engine, Transfer::Write, parts.counters.clone())
                 .with_pulse(parts.pulse.clone()),
-            pulse: parts.pulse,
             backlog: VecDeque::new(),
             window: Window::new(),
             open: None,
             together: Vec::new(),
-            metadata: parts.metadata,
+            metadata: parts.metadata.watched_by(parts.pulse.clone()),
+            pulse: parts.pulse,
             counters: parts.counters,
             activity: parts.activity,
             pause: None,
             ends: parts.ends,
             notify: parts.notify,
             resting: false,
+            left_early: false,
         }
     }
 
@@ -198,9 +201,14 @@ impl Writer {
         true
     }
 
-    /// Sends as much as fits below `limit` bytes in flight.
+    /// Sends as much as fits below `limit` bytes in flight. Leaves after one sync, since meanwhile
+    /// nobody takes what the kernel gives back, which would look as if it kept that.
     fn send(&mut self, limit: u64) {
         loop {
+            if self.metadata.take_waited() {
+                self.left_early = true;
+                break;
+            }
             if let Some(open) = self.open {
                 if !self.send_next(open, limit) {
                     break;
@@ -212,6 +220,9 @@ impl Writer {
                 WriterCommand::Write(order) => Some(order),
                 _ => None,
             };
+            if self.window.is_empty() {
+                self.metadata.begin_batch();
+            }
             self.window.refill(&mut self.backlog, writes, |order| order.slot.offset);
             if let Some(order) = self.window.front() {
                 if !self.start(order, limit) {
@@ -282,7 +293,7 @@ impl Duty for Writer {
     }
 
     fn fill(&mut self) {
-        self.pause = None;
+        (self.pause, self.left_early) = (None, false);
         if self.pulse.is_hung() {
             // What the kernel does not have yet need not wait for what it keeps.
             self.abandon();
@@ -291,9 +302,7 @@ impl Duty for Writer {
         match self.activity.allowance() {
             Allowance::Bytes(limit) => {
                 self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
-                // The superblock is written on this thread.
-                let pulse = self.pulse.clone();
-                pulse.in_call(|| self.send(limit));
+                self.send(limit);
             }
             Allowance::Pause(left) => self.pause = Some(left),
         }
@@ -303,7 +312,9 @@ impl Duty for Writer {
     fn wait(&mut self, ready: &mut dyn FnMut() -> bool) {
         // With nothing to send there is nothing to wake up for.
         let waits = !self.backlog.is_empty() || !self.window.is_empty() || self.open.is_some();
-        self.flight.wait_at_most(ready, self.pause.filter(|_| waits));
+        let pause = self.pause.filter(|_| waits);
+        let pause = if self.left_early { Some(Duration::ZERO) } else { pause };
+        self.flight.wait_at_most(ready, pause);
         self.tell();
     }
 
@@ -338,11 +349,17 @@ impl Duty for Writer {
         while let Some(command) = self.backlog.pop_front() {
             match command {
                 WriterCommand::Write(order) => self.flight.refuse(order, IoFault::Off),
-                WriterCommand::Forget { ticket, .. } => {
+                WriterCommand::Forget { ticket, namespace, generation } => {
+                    // Not told as done, but done as soon as there is a superblock again.
+                    self.metadata.note_forget(namespace, generation);
+                    self.resting = false;
                     self.end(SsdEnd::Forget { ticket, fault: Some(IoFault::Off) });
                     (self.notify)();
                 }
-                WriterCommand::Retire { offset } => self.metadata.retire(offset),
+                WriterCommand::Retire { offset } => {
+                    self.metadata.retire(offset);
+                    self.resting = false;
+                }
                 // The first write makes it durable.
                 WriterCommand::Generation { base } => self.metadata.note_generation(base),
                 // The first write into it makes it durable.

@@ -253,7 +253,7 @@ impl From<NamespaceMirror<'_>> for NamespaceRow {
 impl From<IoFault> for SsdFault {
     fn from(fault: IoFault) -> Self {
         match fault {
-            IoFault::Errno(_) => Self::Errno,
+            IoFault::Errno(_) | IoFault::Superblock(_) => Self::Errno,
             IoFault::Short => Self::Short,
             IoFault::Checksum => Self::Checksum,
             IoFault::Off => Self::Off,

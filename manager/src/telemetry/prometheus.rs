@@ -5,6 +5,7 @@
 
 use std::fmt::Write as _;
 
+use DeviceValue::{Seconds, Whole};
 use orbitkv_shm_protocol::inspect::{DeviceView, Numbers, Snapshot, Value};
 use orbitkv_shm_protocol::telemetry::{
     LATENCY_HELP, LATENCY_NAME, Latency, MetricKind, SsdRecovery, bucket_end, families,
@@ -21,7 +22,24 @@ pub struct DeviceFamily {
     pub name: &'static str,
     /// One line for a person.
     pub help: &'static str,
-    value: fn(&DeviceView) -> u64,
+    value: DeviceValue,
+}
+
+/// What a metric reads of a device.
+#[derive(Clone, Copy, Debug)]
+enum DeviceValue {
+    Whole(fn(&DeviceView) -> u64),
+    /// Nanoseconds there, seconds in the text.
+    Seconds(fn(&DeviceView) -> u64),
+}
+
+impl DeviceValue {
+    fn of(self, device: &DeviceView) -> Value {
+        match self {
+            Self::Whole(read) => Value::Whole(read(device)),
+            Self::Seconds(read) => Value::Seconds(read(device) as f64 / 1e9),
+        }
+    }
 }
 
 /// The table of these metrics; all are gauges.
@@ -29,93 +47,93 @@ pub const DEVICE_FAMILIES: [DeviceFamily; 18] = [
     DeviceFamily {
         name: "orbitkv_ssd_device_capacity_bytes",
         help: "Bytes that slots of the device may take.",
-        value: |device| device.capacity_bytes,
+        value: Whole(|device| device.capacity_bytes),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_used_bytes",
         help: "Bytes of its slots that hold a page.",
-        value: |device| device.used_bytes,
+        value: Whole(|device| device.used_bytes),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_reading_pages",
         help: "Page reads queued or in the kernel.",
-        value: |device| device.reading,
+        value: Whole(|device| device.reading),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_writing_pages",
         help: "Page writes queued or in the kernel.",
-        value: |device| device.writing,
+        value: Whole(|device| device.writing),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_write_inflight_bytes",
         help: "Image bytes of writes in the kernel.",
-        value: |device| device.write_inflight_bytes,
+        value: Whole(|device| device.write_inflight_bytes),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_write_inflight_limit_bytes",
         help: "What these are held below at the moment.",
-        value: |device| device.write_inflight_limit_bytes,
+        value: Whole(|device| device.write_inflight_limit_bytes),
     },
     DeviceFamily {
-        name: "orbitkv_ssd_device_small_read_alone_nanoseconds",
+        name: "orbitkv_ssd_device_small_read_alone_seconds",
         help: "98th percentile of reads of pages up to 256 KiB without writes beside them.",
-        value: |device| device.small_read_ns[0],
+        value: Seconds(|device| device.small_read_ns[0]),
     },
     DeviceFamily {
-        name: "orbitkv_ssd_device_small_read_beside_nanoseconds",
+        name: "orbitkv_ssd_device_small_read_beside_seconds",
         help: "The same with writes beside them.",
-        value: |device| device.small_read_ns[1],
+        value: Seconds(|device| device.small_read_ns[1]),
     },
     DeviceFamily {
-        name: "orbitkv_ssd_device_large_read_alone_nanoseconds",
+        name: "orbitkv_ssd_device_large_read_alone_seconds",
         help: "98th percentile of reads of larger pages without writes beside them.",
-        value: |device| device.large_read_ns[0],
+        value: Seconds(|device| device.large_read_ns[0]),
     },
     DeviceFamily {
-        name: "orbitkv_ssd_device_large_read_beside_nanoseconds",
+        name: "orbitkv_ssd_device_large_read_beside_seconds",
         help: "The same with writes beside them.",
-        value: |device| device.large_read_ns[1],
+        value: Seconds(|device| device.large_read_ns[1]),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_direct",
         help: "1 when the device bypasses the page cache.",
-        value: |device| device.direct.into(),
+        value: Whole(|device| device.direct.into()),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_registered",
         help: "1 when the DRAM arenas are registered with its rings.",
-        value: |device| device.registered.into(),
+        value: Whole(|device| device.registered.into()),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_readable",
         help: "1 while pages are read from the device: after a start not before its slots are known.",
-        value: |device| (device.health != "off" && !is_searched(device)).into(),
+        value: Whole(|device| (device.health != "off" && !is_searched(device)).into()),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_writable",
         help: "1 while pages are written to the device: after a start not before what was found is \
                taken over.",
-        value: |device| (device.health == "healthy" && !device.is_recovering()).into(),
+        value: Whole(|device| (device.health == "healthy" && !device.is_recovering()).into()),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_recovering",
         help: "1 while its pages are being found again after a start.",
-        value: |device| device.is_recovering().into(),
+        value: Whole(|device| device.is_recovering().into()),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_scan_slots",
         help: "Slots of the device at the start.",
-        value: |device| device.scan_slots,
+        value: Whole(|device| device.scan_slots),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_scanned_slots",
         help: "Those that were looked at since.",
-        value: |device| device.scanned_slots,
+        value: Whole(|device| device.scanned_slots),
     },
     DeviceFamily {
         name: "orbitkv_ssd_device_scan_read_bytes",
         help: "Bytes that were read for that.",
-        value: |device| device.scan_read_bytes,
+        value: Whole(|device| device.scan_read_bytes),
     },
 ];
 
@@ -127,8 +145,8 @@ pub fn render(snapshot: &Snapshot) -> String {
     for family in DEVICE_FAMILIES {
         write_head(&mut text, family.name, family.help, "gauge");
         for (number, device) in snapshot.ssd.iter().enumerate() {
-            let value = (family.value)(device);
-            line(&mut text, family.name, format_args!("{{device=\"{number}\"}} {value}"));
+            let labels = format_args!("{{device=\"{number}\"}}");
+            write_value(&mut text, family.name, labels, family.value.of(device));
         }
     }
     text
@@ -141,10 +159,7 @@ fn write_families(text: &mut String, numbers: &Numbers) {
         write_head(text, family.name, family.help(), kind.label());
         for (family, position, value) in series.by_ref().take(family.series()) {
             let labels = family.label_text(position);
-            match value {
-                Value::Whole(value) => line(text, family.name, format_args!("{labels} {value}")),
-                Value::Seconds(value) => line(text, family.name, format_args!("{labels} {value}")),
-            }
+            write_value(text, family.name, format_args!("{labels}"), value);
         }
     }
 }
@@ -177,6 +192,13 @@ fn write_latencies(text: &mut String, numbers: &Numbers) {
 fn write_head(text: &mut String, name: &str, help: &str, kind: &str) {
     line(text, "# HELP ", format_args!("{name} {help}"));
     line(text, "# TYPE ", format_args!("{name} {kind}"));
+}
+
+fn write_value(text: &mut String, name: &str, labels: std::fmt::Arguments<'_>, value: Value) {
+    match value {
+        Value::Whole(value) => line(text, name, format_args!("{labels} {value}")),
+        Value::Seconds(value) => line(text, name, format_args!("{labels} {value}")),
+    }
 }
 
 /// Writing to a `String` cannot fail.

@@ -100,7 +100,11 @@ fn device(path: &Path, used_bytes: u64) -> DeviceMirror<'_> {
         preallocated: true,
         registered: true,
         health: SsdHealth::Healthy,
-        pace: mirror::PaceMirror::default(),
+        pace: mirror::PaceMirror {
+            small_read_ns: [125_000, 2_500_000],
+            large_read_ns: [1_500_000_000, 0],
+            ..mirror::PaceMirror::default()
+        },
         recovery: SsdRecovery::Done,
         scan_slots: 9,
         scanned_slots: 9,
@@ -364,6 +368,15 @@ fn prometheus_text_is_the_table() {
     assert_eq!(series["orbitkv_lookup_missed_pages_total{reason=\"absent\"}"], 12.0);
     assert_eq!(series["orbitkv_manager_cpu_seconds_total"], 2.5);
     assert_eq!(series["orbitkv_ssd_device_used_bytes{device=\"15\"}"], 4096.0);
+    for (name, seconds) in [
+        ("small_read_alone", 0.000_125),
+        ("small_read_beside", 0.002_5),
+        ("large_read_alone", 1.5),
+        ("large_read_beside", 0.0),
+    ] {
+        let name = format!("orbitkv_ssd_device_{name}_seconds{{device=\"3\"}}");
+        assert_eq!(series[&name], seconds, "{name}");
+    }
     let bucket = |le: &str| {
         series[&format!("{LATENCY_NAME}_bucket{{kind=\"query\",stage=\"total\",le=\"{le}\"}}")]
     };

@@ -3,11 +3,13 @@
 //! A device joins by a [`Rig`] and one `conformance!` line.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use orbitkv_manager::core::{CopyFault, CopyPage, Direction, Extent, Ticket};
 use orbitkv_manager::device::{
-    COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceMemory, DeviceRegion, DoneWord,
+    COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceEvent, DeviceMemory, DeviceRegion,
+    DoneWord, Fence,
 };
 use orbitkv_manager::pool::{DramPool, HugePages, PoolConfig};
 use orbitkv_shm_protocol::bootstrap::message::{RegionSpec, SegmentSpec};
@@ -220,8 +222,30 @@ impl Case {
         Self::new(rig, 3, &[3 * (length + 4096)], vec![segment])
     }
 
+    /// K and V of layers in two memories, in the image all K before all V; nothing is of layer 1.
+    fn layered(rig: &impl Rig, pages: u32, length: u64) -> Self {
+        const LAYERS: [u32; 4] = [2, 0, 4, 3];
+        let layer = u64::from(pages) * length + 512;
+        let segments = [0, 1].into_iter().flat_map(|memory| {
+            (0..).zip(LAYERS).map(move |(place, number)| SegmentSpec {
+                memory,
+                offset: 64 + place * layer,
+                stride: length,
+                length,
+                layer: number,
+            })
+        });
+        Self::new(rig, pages, &[64 + 4 * layer; 2], segments.collect())
+    }
+
     fn all(rig: &impl Rig) -> Vec<Self> {
-        vec![Self::contiguous(rig), Self::split_kv(rig), Self::scattered(rig), Self::large(rig)]
+        vec![
+            Self::contiguous(rig),
+            Self::split_kv(rig),
+            Self::scattered(rig),
+            Self::large(rig),
+            Self::layered(rig, 7, 96),
+        ]
     }
 
     fn image_bytes(&self) -> u32 {
@@ -247,6 +271,19 @@ impl Case {
             let (bytes, after) = rest.split_at(segment.length as usize);
             self.model[segment.memory as usize][start..start + bytes.len()].copy_from_slice(bytes);
             rest = after;
+        }
+    }
+
+    /// Every byte of the engine on the pages of one layer.
+    fn check_layer(&self, layer: u32) {
+        for segment in self.spec.segments.iter().filter(|segment| segment.layer == layer) {
+            for page in 0..u64::from(self.spec.pages) {
+                let start = segment.offset + page * segment.stride;
+                let length = segment.length as usize;
+                let model = &self.model[segment.memory as usize][start as usize..][..length];
+                let bytes = self.memories[segment.memory as usize].read(start, length);
+                assert!(bytes == model, "page {page} of layer {layer} came after its word");
+            }
         }
     }
 
@@ -425,12 +462,165 @@ pub(crate) fn done_word_follows_the_last_byte_and_only_success<R: Rig>(rig: &R) 
 }
 
 pub(crate) fn done_words() -> (DoneWords, DoneWordsReader) {
-    let geometry = Geometry { ring_capacity: 64, page_entries: 1024, done_words: 2 };
+    let geometry = Geometry { ring_capacity: 64, page_entries: 1024, done_words: 5 };
     let (session, epoch) = (SessionId(1), Epoch(1));
     let (manager, descriptors) = segment::create(geometry, session, epoch).expect("segments");
     let expected = Expected::new(geometry, session, epoch);
     let engine = segment::attach(descriptors.submission, descriptors.completion, expected);
     (manager.done.clone(), engine.expect("attach").done.clone())
+}
+
+/// Goal: whoever sees the word of a layer finds every byte of that layer and of those before it.
+/// Method: a reader beside the copy, over layers of many pages a step and of many steps a page.
+pub(crate) fn words_of_layers_follow_their_bytes_in_order<R: Rig>(rig: &R) {
+    let (words, reader) = done_words();
+    rig.reach(&words);
+    let sizes = [(600, 96), (3, 512 << 10), (9, 4096)];
+    for (operation_index, (pages, length)) in (0..).zip(sizes) {
+        let mut bench = Bench::new(|images, notify| rig.start(images, notify));
+        let mut case = Case::layered(rig, pages, length);
+        assert_eq!(case.region.layout().layers(), 5);
+        let order: Vec<u32> = (0..pages).rev().collect();
+        let pages = bench.pages(&case.region, &order, true);
+        for page in &pages {
+            let seed = u64::from(page.device_page) + length;
+            let image = pattern(seed, case.image_bytes() as usize);
+            bench.fill(page.extent, &image);
+            case.scatter(page.device_page, &image);
+        }
+        let value = 2 * operation_index + 2;
+        let mut command = bench.command(Direction::Restore, &case.region, pages);
+        command.done = Some(DoneWord { words: words.clone(), operation_index, count: 5, value });
+        bench.submit(command);
+        let start = Instant::now();
+        for layer in 0..5 {
+            while reader.load(operation_index, layer) != value {
+                assert!(start.elapsed() < HANG, "no word of layer {layer}");
+                std::hint::spin_loop();
+            }
+            (0..=layer).for_each(|layer| case.check_layer(layer));
+        }
+        let end = bench.end();
+        assert_eq!((end.error, end.pages_done), (None, case.spec.pages));
+        case.check_engine();
+    }
+}
+
+/// An event that passes when the test says so.
+#[derive(Debug, Default)]
+pub(crate) struct Signal {
+    passed: AtomicBool,
+    broken: AtomicBool,
+}
+
+impl DeviceEvent for Signal {
+    fn has_passed(&self) -> Result<bool, CopyError> {
+        if self.broken.load(Ordering::Acquire) {
+            return Err(CopyError::BrokenFence { fence: 0, code: 700 });
+        }
+        Ok(self.passed.load(Ordering::Acquire))
+    }
+}
+
+/// A fence on an event, at number 9 of its pool.
+fn fence(event: &Arc<Signal>, until: Instant) -> Option<Fence> {
+    Some(Fence { event: Arc::clone(event) as Arc<dyn DeviceEvent>, index: 9, until })
+}
+
+/// Goal: nothing moves before the event has passed, and nobody else waits. Method: a copy of each
+/// direction with a fence, then others that end while it waits.
+pub(crate) fn a_fence_holds_its_own_copy_and_no_other<R: Rig>(rig: &R) {
+    for direction in [Direction::Save, Direction::Restore] {
+        let mut bench = Bench::new(|images, notify| rig.start(images, notify));
+        let mut case = Case::split_kv(rig);
+        let image_bytes = case.image_bytes();
+        let pages = bench.pages(&case.region, &[3, 4, 5], false);
+        for page in &pages {
+            bench.fill(
+                page.extent,
+                &pattern(70 + u64::from(page.device_page), image_bytes as usize),
+            );
+        }
+        let held: Vec<_> = pages.iter().map(|page| bench.image(page.extent, image_bytes)).collect();
+        let event = Arc::new(Signal::default());
+        let mut fenced = bench.command(direction, &case.region, pages.clone());
+        fenced.fence = fence(&event, Instant::now() + HANG);
+        let fenced = bench.submit(fenced);
+        for device_page in [0, 1, 2, 6, 7] {
+            for other in [Direction::Save, Direction::Restore] {
+                let own = bench.pages(&case.region, &[device_page], false);
+                bench.fill(own[0].extent, &case.gather(device_page));
+                let command = bench.command(other, &case.region, own);
+                let end = bench.run(command);
+                assert_eq!(end.error, None);
+            }
+        }
+        assert!(bench.device.poll().is_none() && bench.device.outstanding() == 1);
+        case.check_engine();
+        for (page, image) in pages.iter().zip(&held) {
+            assert!(bench.image(page.extent, image_bytes) == *image, "it did not wait");
+        }
+        event.passed.store(true, Ordering::Release);
+        let end = bench.end();
+        assert_eq!(end.ticket, fenced);
+        match direction {
+            Direction::Save => check_save(&bench, &case, &end, &pages),
+            Direction::Restore => {
+                assert_eq!((end.error, end.pages_done), (None, 3));
+                for (page, image) in pages.iter().zip(&held) {
+                    case.scatter(page.device_page, image);
+                }
+            }
+        }
+        case.check_engine();
+    }
+}
+
+/// A fence that cannot pass any more ends its copy, in both directions, before a byte moves.
+pub(crate) fn a_fence_that_breaks_or_is_late_copies_nothing<R: Rig>(rig: &R) {
+    let (words, reader) = done_words();
+    rig.reach(&words);
+    let mut bench = Bench::new(|images, notify| rig.start(images, notify));
+    let case = Case::split_kv(rig);
+    let image_bytes = case.image_bytes();
+    for direction in [Direction::Save, Direction::Restore] {
+        let pages = bench.pages(&case.region, &[1, 2], false);
+        let image = pattern(5, image_bytes as usize);
+        pages.iter().for_each(|page| bench.fill(page.extent, &image));
+        let (broken, late) = (Arc::new(Signal::default()), Arc::new(Signal::default()));
+        broken.broken.store(true, Ordering::Release);
+        let (now, soon) = (Instant::now(), Instant::now() + HANG);
+        for (fence, error) in [
+            (fence(&broken, soon), CopyError::BrokenFence { fence: 9, code: 700 }),
+            (fence(&late, now), CopyError::FenceTimeout { fence: 9 }),
+        ] {
+            let mut command = bench.command(direction, &case.region, pages.clone());
+            command.fence = fence;
+            let (words, operation_index) = (words.clone(), 6);
+            command.done = (direction == Direction::Restore).then_some(DoneWord {
+                words,
+                operation_index,
+                count: 1,
+                value: 8,
+            });
+            let end = bench.run(command);
+            assert_eq!((end.error, end.pages_done), (Some(error), 0));
+            assert!(end.checksums.is_empty());
+        }
+        assert!(pages.iter().all(|page| bench.image(page.extent, image_bytes) == image));
+        case.check_engine();
+    }
+    assert_eq!(reader.load(6, 0), 0);
+    assert_eq!(CopyError::BrokenFence { fence: 9, code: 700 }.fault(), CopyFault::Fence);
+    assert_eq!(CopyError::FenceTimeout { fence: 9 }.fault(), CopyFault::FenceTimeout);
+    // What has passed in time is not late when it is looked at late.
+    let event = Arc::new(Signal::default());
+    event.passed.store(true, Ordering::Release);
+    let pages = bench.pages(&case.region, &[1, 2], false);
+    let mut command = bench.command(Direction::Save, &case.region, pages.clone());
+    command.fence = fence(&event, Instant::now());
+    let end = bench.run(command);
+    check_save(&bench, &case, &end, &pages);
 }
 
 /// Spoils one field of a command.
@@ -550,6 +740,9 @@ macro_rules! conformance {
                 saves_and_restores_every_byte_of_every_layout,
                 both_directions_run_at_once,
                 done_word_follows_the_last_byte_and_only_success,
+                words_of_layers_follow_their_bytes_in_order,
+                a_fence_holds_its_own_copy_and_no_other,
+                a_fence_that_breaks_or_is_late_copies_nothing,
                 bad_commands_copy_nothing,
                 a_full_queue_gives_the_command_back,
                 stop_finishes_what_was_accepted,

@@ -325,6 +325,37 @@ fn a_restore_that_fails_half_way_leaves_its_done_word_alone() {
     assert!(half == image[..PAGE as usize], "the copy did not even begin");
 }
 
+/// Goal: the words of layers that are in place stay, the others are left alone. Method: the second of
+/// three layers lies in a memfd that was cut.
+#[test]
+fn a_restore_by_layer_that_fails_tells_how_far_it_came() {
+    let files = [4 * PAGE, 4 * PAGE, 4 * PAGE].map(memfd);
+    let memories = files
+        .each_ref()
+        .map(|memfd| Arc::new(DeviceMemory::Host(import_memfd(memfd, 4 * PAGE).expect("import"))));
+    let segment =
+        |layer| SegmentSpec { memory: layer, offset: 0, stride: PAGE, length: PAGE, layer };
+    let spec =
+        RegionSpec { scope: 0, pages: 4, segments: vec![segment(0), segment(1), segment(2)] };
+    let region =
+        DeviceRegion::new(&spec, 3 * PAGE, |memory| memories.get(memory as usize).map(Arc::clone));
+    let region = Arc::new(region.expect("region"));
+    rustix::fs::ftruncate(&files[1], PAGE).expect("ftruncate");
+    let (words, reader) = done_words();
+    let mut bench = Bench::new(start);
+    let pages = bench.pages(&region, &[0, 2], false);
+    let mut command = bench.command(Direction::Restore, &region, pages.clone());
+    command.done = Some(DoneWord { words: words.clone(), operation_index: 3, count: 3, value: 6 });
+    let end = bench.run(command);
+    assert_eq!((end.fault(), end.pages_done), (Some(CopyFault::Peer), 0));
+    assert_eq!([0, 1, 2].map(|layer| reader.load(3, layer)), [6, 0, 0]);
+    // Words that are not the region's layers are no order.
+    let mut command = bench.command(Direction::Restore, &region, pages);
+    command.done = Some(DoneWord { words, operation_index: 4, count: 2, value: 6 });
+    assert_eq!(bench.run(command).error, Some(CopyError::BadCommand { page: 0 }));
+    assert_eq!(reader.load(4, 0), 0);
+}
+
 /// A child with 16 pages, imported.
 fn child_region() -> (Engine, ChildMemory, Arc<DeviceRegion>) {
     let engine = Engine::spawn();

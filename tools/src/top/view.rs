@@ -1,7 +1,8 @@
 //! One screen from one look: pure drawing.
 
 use orbitkv_manager::units::rounded;
-use orbitkv_shm_protocol::inspect::{LifeState, Snapshot};
+use orbitkv_shm_protocol::inspect::{DeviceView, LifeState, Snapshot};
+use orbitkv_shm_protocol::telemetry::SsdRecovery;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -161,6 +162,18 @@ fn rate_lines(screen: &Screen<'_>, wide: bool) -> Vec<Line<'static>> {
     }
 }
 
+/// How a device is; while its pages are searched for, how far that is.
+fn health(device: &DeviceView) -> String {
+    if device.health != "healthy" || !device.is_recovering() {
+        return device.health.to_owned();
+    }
+    if device.recovery != SsdRecovery::Scanning.label() {
+        return "takes in".to_owned();
+    }
+    let percent = ratio(device.scanned_slots, device.scan_slots) * 100.0;
+    format!("scan {percent:.0}%")
+}
+
 fn draw_ssd(frame: &mut Frame<'_>, area: Rect, snapshot: &Snapshot, wide: bool, tall: bool) {
     let health_style = |health: &str| match health {
         "healthy" => Style::new().fg(Color::Green),
@@ -168,12 +181,13 @@ fn draw_ssd(frame: &mut Frame<'_>, area: Rect, snapshot: &Snapshot, wide: bool, 
         _ => Style::new().fg(Color::Yellow),
     };
     if !tall {
-        let worst = snapshot.ssd.iter().find(|device| device.health != "healthy");
-        let health = worst.map_or("healthy", |device| device.health);
+        let unwell = snapshot.ssd.iter().find(|device| device.health != "healthy");
+        let worst = unwell.or_else(|| snapshot.ssd.iter().find(|device| device.is_recovering()));
+        let health = worst.map_or_else(|| "healthy".to_owned(), health);
         let used: u64 = snapshot.ssd.iter().fold(0, |sum, d| sum.saturating_add(d.used_bytes));
         let line = Line::from(vec![
             Span::raw(format!("ssd {} ", rounded(used))),
-            Span::styled(health, health_style(health)),
+            Span::styled(health.clone(), health_style(&health)),
         ]);
         return frame.render_widget(Paragraph::new(line), area);
     }
@@ -185,7 +199,7 @@ fn draw_ssd(frame: &mut Frame<'_>, area: Rect, snapshot: &Snapshot, wide: bool, 
         let cells = [
             Cell::new(path),
             Cell::new(used),
-            Cell::new(Span::styled(device.health, health_style(device.health))),
+            Cell::new(Span::styled(health(device), health_style(&health(device)))),
             Cell::new(flow),
             Cell::new(engine),
         ];

@@ -12,7 +12,7 @@ use std::ptr::{self, NonNull};
 use cudarc::driver::sys;
 use orbitkv_shm_protocol::bootstrap::message::{GpuId, HexBytes, IpcHandle};
 
-use super::plan::{Rect, Shift};
+use super::plan::Rect;
 use crate::core::Direction;
 
 /// A call of the driver that failed.
@@ -344,17 +344,9 @@ impl Stream {
     /// # Safety
     /// Both sides of `rect` are mapped, and stay so and belong to this copy until a later store on
     /// this stream is seen, or the stream is idle or dead.
-    pub(super) unsafe fn copy(
-        &self,
-        direction: Direction,
-        rect: &Rect,
-        shift: Shift,
-    ) -> Result<(), CudaError> {
+    pub(super) unsafe fn copy(&self, direction: Direction, rect: &Rect) -> Result<(), CudaError> {
         use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE as DEVICE, CU_MEMORYTYPE_HOST as HOST};
-        let host = (rect.host - shift.host) as usize;
-        let host = ptr::with_exposed_provenance_mut::<c_void>(host);
-        let device = rect.device - shift.device;
-        let (host_x, device_x) = (shift.host as usize, shift.device as usize);
+        let host = ptr::with_exposed_provenance_mut::<c_void>(rect.host as usize);
         let device_pitch = rect.device_pitch as usize;
         let host_pitch = rect.host_pitch as usize;
         // SAFETY: all of its fields are numbers, addresses and enumerations that have a zero.
@@ -364,14 +356,12 @@ impl Stream {
         match direction {
             Direction::Restore => {
                 (copy.srcMemoryType, copy.srcHost, copy.srcPitch) = (HOST, host, host_pitch);
-                (copy.dstMemoryType, copy.dstDevice) = (DEVICE, device);
+                (copy.dstMemoryType, copy.dstDevice) = (DEVICE, rect.device);
                 copy.dstPitch = device_pitch;
-                (copy.srcXInBytes, copy.dstXInBytes) = (host_x, device_x);
             }
             Direction::Save => {
-                (copy.srcMemoryType, copy.srcDevice) = (DEVICE, device);
+                (copy.srcMemoryType, copy.srcDevice) = (DEVICE, rect.device);
                 copy.srcPitch = device_pitch;
-                (copy.srcXInBytes, copy.dstXInBytes) = (device_x, host_x);
                 (copy.dstMemoryType, copy.dstHost, copy.dstPitch) = (HOST, host, host_pitch);
             }
         }

@@ -1,6 +1,5 @@
 //! Memory of an engine on a GPU.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use orbitkv_shm_protocol::bootstrap::message::{GpuId, IpcHandle, Refusal};
@@ -129,7 +128,6 @@ enum Allocation {
         gpus: Arc<Gpus>,
         gpu: Arc<Gpu>,
         base: u64,
-        allocation_bytes: u64,
         /// Stored to by this GPU for as long as the memory may be copied to.
         _words: Arc<RegisteredWords>,
     },
@@ -158,8 +156,8 @@ impl CudaMemory {
             error,
         })?;
         let (gpus, gpu, base) = (Arc::clone(gpus), Arc::clone(gpu), opened.base);
+        let allocation = Allocation::Ipc { gpus, gpu, base, _words: words };
         let allocation_bytes = opened.bytes;
-        let allocation = Allocation::Ipc { gpus, gpu, base, allocation_bytes, _words: words };
         // Dropped, and with it closed, where the range does not fit.
         let memory = Self { address: base.wrapping_add(offset), bytes, peer, allocation };
         if offset.checked_add(bytes).is_none_or(|end| end > allocation_bytes) {
@@ -185,15 +183,6 @@ impl CudaMemory {
     /// Its address on the GPU, for this process.
     pub(super) fn address(&self) -> u64 {
         self.address
-    }
-
-    /// Addresses of the whole allocation that it is a part of.
-    pub(super) fn allocation(&self) -> Range<u64> {
-        match &self.allocation {
-            Allocation::Ipc { base, allocation_bytes, .. } => *base..*base + *allocation_bytes,
-            #[cfg(test)]
-            Allocation::Twin => self.address..self.address + self.bytes,
-        }
     }
 
     /// Whether the process that registered it lives.

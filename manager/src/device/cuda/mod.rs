@@ -77,9 +77,8 @@ impl CudaDevice {
     ) -> Result<Self, CudaImportError> {
         let pins = Pins::of(gpus, pool)?;
         let (gpus, count) = (Arc::clone(gpus), gpus.list().len());
-        let pieces = pins.pieces();
         let open = move |gpu: u32| {
-            let streams = Streams::open(&gpus.list()[gpu as usize], pieces.clone())?;
+            let streams = Streams::open(&gpus.list()[gpu as usize])?;
             Ok(Box::new(streams) as Box<dyn CopyEngine>)
         };
         let images = Arc::clone(pool) as Arc<dyn ImageMemory>;

@@ -1,6 +1,5 @@
 //! The pool's arenas, registered with the driver.
 
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ const PIECE_BYTES: usize = 16 << 30;
 #[derive(Debug)]
 pub(super) struct Pins {
     gpu: Arc<Gpu>,
-    pieces: Vec<(NonNull<u8>, usize)>,
+    pieces: Vec<NonNull<u8>>,
     /// Mapped as long as it is registered.
     _pool: Arc<DramPool>,
 }
@@ -40,19 +39,10 @@ impl Pins {
                 let Some(start) = start else { continue };
                 pin(start, bytes)
                     .map_err(|error| CudaImportError::of(&pins.gpu, "pin the pool", error))?;
-                pins.pieces.push((start, bytes));
+                pins.pieces.push(start);
             }
         }
         Ok(pins)
-    }
-
-    /// Addresses that were registered at once.
-    pub(super) fn pieces(&self) -> Vec<Range<u64>> {
-        let range = |(start, bytes): &(NonNull<u8>, usize)| {
-            let start = start.as_ptr().addr() as u64;
-            start..start + *bytes as u64
-        };
-        self.pieces.iter().map(range).collect()
     }
 }
 
@@ -68,7 +58,7 @@ impl Drop for Pins {
         if self.gpu.enter().is_err() {
             return;
         }
-        for (piece, _) in self.pieces.drain(..) {
+        for piece in self.pieces.drain(..) {
             // The process ends, or the GPU is lost: nobody can do anything about it.
             let _ = driver::unregister(piece);
         }

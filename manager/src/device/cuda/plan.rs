@@ -6,11 +6,9 @@
 //! 5 µs a row. The rows are found in two ways: the segments of one page (layers at an even distance),
 //! or one segment of many pages (blocks and extents at an even distance).
 
-use std::ops::Range;
-
 use crate::device::region::{DeviceRegion, Run};
 
-/// Bytes in rows. With one row the pitches mean nothing.
+/// Bytes in rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Rect {
     /// Address of the first row on the GPU.
@@ -21,12 +19,10 @@ pub(super) struct Rect {
     pub(super) width: u64,
     /// At least 1.
     pub(super) rows: u64,
-    /// From row to row on the GPU, at least `width`.
+    /// From row to row on the GPU, at least `width`; with one row 0 will do.
     pub(super) device_pitch: u64,
-    /// From row to row in host memory, at least `width`.
+    /// From row to row in host memory, likewise.
     pub(super) host_pitch: u64,
-    /// Position in the region's list of memories.
-    pub(super) memory: u16,
 }
 
 impl Rect {
@@ -38,17 +34,11 @@ impl Rect {
     fn joined(self) -> Self {
         let touch = self.device_pitch == self.width && self.host_pitch == self.width;
         if self.rows > 1 && touch {
-            return Self { width: self.bytes(), rows: 1, ..self };
+            let width = self.bytes();
+            // The driver looks at the pitches of one row too.
+            return Self { width, rows: 1, device_pitch: width, host_pitch: width, ..self };
         }
         self
-    }
-
-    /// Every row but the last, which is the other one.
-    pub(super) fn without_last_row(self) -> (Self, Self) {
-        let rows = self.rows - 1;
-        let device = self.device + rows * self.device_pitch;
-        let host = self.host + rows * self.host_pitch;
-        (Self { rows, ..self }, Self { device, host, rows: 1, ..self })
     }
 
     /// Cuts off at most about `bytes`, at least one row or `bytes` of one; what is left stays.
@@ -68,38 +58,6 @@ impl Rect {
         let host = self.host + rows * self.host_pitch;
         (head, Some(Self { device, host, rows: self.rows - rows, ..self }))
     }
-}
-
-/// Where the driver begins to count: a place within the first row's pitch, up to which the rows are
-/// moved to the right.
-///
-/// It takes a copy only when `rows` whole pitches from the address given lie in one allocation, though
-/// the last row ends before that. So an address before the first row is given where there is room.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) struct Shift {
-    pub(super) device: u64,
-    pub(super) host: u64,
-}
-
-impl Rect {
-    /// The shift with which both sides stay in their allocations; `None` when there is none and the
-    /// last row has to go alone.
-    pub(super) fn shift(&self, device: &Range<u64>, host: &Range<u64>) -> Option<Shift> {
-        if self.rows == 1 {
-            return Some(Shift::default());
-        }
-        Some(Shift {
-            device: overhang(self.device, self.rows, self.device_pitch, device)?,
-            host: overhang(self.host, self.rows, self.host_pitch, host)?,
-        })
-    }
-}
-
-/// How far `rows` whole pitches from `start` lead out of `bounds`, if there is as much before it.
-fn overhang(start: u64, rows: u64, pitch: u64, bounds: &Range<u64>) -> Option<u64> {
-    let end = rows.checked_mul(pitch).and_then(|bytes| start.checked_add(bytes))?;
-    let overhang = end.saturating_sub(bounds.end);
-    (start.checked_sub(overhang)? >= bounds.start).then_some(overhang)
 }
 
 /// One page of a copy: where its image lies.
@@ -171,7 +129,6 @@ impl Strip {
             rows: self.rows,
             device_pitch: self.device_pitch,
             host_pitch: self.host_pitch,
-            memory: self.memory,
         }
         .joined()
     }
@@ -186,7 +143,6 @@ impl Strip {
             rows: pages.count as u64,
             device_pitch: u64::from(pages.device_step) * self.stride,
             host_pitch: pages.host_step,
-            memory: self.memory,
         }
         .joined()
     }
@@ -241,15 +197,18 @@ impl Plan {
         pitch_max: u64,
         address: impl Fn(u16) -> Option<u64>,
     ) -> Option<Self> {
-        let mut layers: Vec<Vec<(Run, u64)>> = vec![];
-        for run in region.layout().runs(by_layer) {
-            let layer = run.layer as usize;
-            if layers.len() <= layer {
-                layers.resize_with(layer + 1, Vec::new);
-            }
-            layers[layer].push((*run, address(run.memory)? + run.offset));
-        }
-        let layers = layers.iter().map(|runs| strips(runs, pitch_max)).collect();
+        let layout = region.layout();
+        let strips = |runs: &mut dyn Iterator<Item = &Run>| {
+            let placed = runs.map(|run| Some((*run, address(run.memory)? + run.offset)));
+            let placed = placed.collect::<Option<Vec<_>>>()?;
+            Some(strips(&placed, pitch_max))
+        };
+        let layers = if by_layer && layout.layers() > 1 {
+            let of_layer = |layer| strips(&mut layout.runs_of_layer(layer));
+            (0..layout.layers()).map(of_layer).collect::<Option<_>>()?
+        } else {
+            vec![strips(&mut layout.runs().iter())?]
+        };
         Some(Self { layers, pitch_max })
     }
 
@@ -376,7 +335,6 @@ mod tests {
             rows: 72,
             device_pitch: 100 * 2048,
             host_pitch: 2048,
-            memory: 0,
         };
         assert_eq!(rects[0], expected);
     }
@@ -447,7 +405,6 @@ mod tests {
             rows: 7,
             device_pitch: 300,
             host_pitch: 200,
-            memory: 0,
         };
         let (head, tail) = rect.split_at(250);
         assert_eq!(
@@ -461,28 +418,6 @@ mod tests {
         assert_eq!(rect.split_at(700), (rect, None));
         // A row wider than asked for is not cut apart as long as there are several.
         assert_eq!(rect.split_at(1).0.rows, 1);
-    }
-
-    #[test]
-    fn rows_are_counted_from_a_place_that_keeps_whole_pitches_in_bounds() {
-        let rect = Rect {
-            device: 1000 + 50,
-            host: 4000,
-            width: 50,
-            rows: 3,
-            device_pitch: 100,
-            host_pitch: 50,
-            memory: 0,
-        };
-        let host = 0..u64::MAX;
-        // The tensor fills its allocation; the page is not its first.
-        assert_eq!(rect.shift(&(1000..1300), &host), Some(Shift { device: 50, host: 0 }));
-        assert_eq!(rect.shift(&(1000..1350), &host), Some(Shift::default()));
-        // No room before it either.
-        assert_eq!(rect.shift(&(1050..1300), &host), None);
-        assert_eq!(rect.shift(&(1000..1300), &(3990..4149)), Some(Shift { device: 50, host: 1 }));
-        let (rows, last) = rect.without_last_row();
-        assert_eq!((rows.rows, last.rows, last.device, last.host), (2, 1, 1250, 4100));
     }
 
     proptest! {

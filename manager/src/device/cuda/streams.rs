@@ -1,11 +1,9 @@
 //! The copy engine of a real GPU.
 #![allow(unsafe_code, reason = "passes on what its caller promises")]
 
-use std::ops::Range;
-
 use super::driver::{CudaError, PinnedWords, Stream};
 use super::gpu::Gpu;
-use super::plan::{Rect, Shift};
+use super::plan::Rect;
 use super::worker::{CopyEngine, STREAMS};
 use crate::core::Direction;
 
@@ -14,17 +12,15 @@ pub(super) struct Streams {
     streams: Vec<Stream>,
     marks: PinnedWords,
     pitch_max: u64,
-    host_pieces: Vec<Range<u64>>,
 }
 
 impl Streams {
-    /// Enters the context of `gpu` on this thread. `host_pieces` are the addresses that were
-    /// registered at once.
-    pub(super) fn open(gpu: &Gpu, host_pieces: Vec<Range<u64>>) -> Result<Self, CudaError> {
+    /// Enters the context of `gpu` on this thread.
+    pub(super) fn open(gpu: &Gpu) -> Result<Self, CudaError> {
         gpu.enter()?;
         let streams = (0..STREAMS).map(|_| Stream::create()).collect::<Result<_, _>>()?;
         let marks = PinnedWords::allocate(STREAMS)?;
-        Ok(Self { streams, marks, pitch_max: gpu.pitch_max(), host_pieces })
+        Ok(Self { streams, marks, pitch_max: gpu.pitch_max() })
     }
 }
 
@@ -34,10 +30,9 @@ impl CopyEngine for Streams {
         stream: usize,
         direction: Direction,
         rect: &Rect,
-        shift: Shift,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe { self.streams[stream].copy(direction, rect, shift) }
+        unsafe { self.streams[stream].copy(direction, rect) }
     }
 
     unsafe fn store(&mut self, stream: usize, address: u64, value: u32) -> Result<(), CudaError> {
@@ -61,11 +56,5 @@ impl CopyEngine for Streams {
 
     fn pitch_max(&self) -> u64 {
         self.pitch_max
-    }
-
-    fn host_piece(&self, address: u64) -> Range<u64> {
-        let holds = |piece: &&Range<u64>| piece.contains(&address);
-        // Of an address that is in none a copy is refused by the driver.
-        self.host_pieces.iter().find(holds).cloned().unwrap_or_default()
     }
 }

@@ -5,14 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use orbitkv_shm_protocol::bootstrap::message::{RegionSpec, SegmentSpec};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, RegionSpec, SegmentSpec};
+use rustix::fs::MemfdFlags;
+use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
 use super::CudaDevice;
 use super::twin::{TwinMemory, Twins};
 use crate::conformance::{Bench, EngineMemory, Rig};
 use crate::core::{CopyPage, Direction};
-use crate::device::{CopyError, Device, DeviceEvent, DeviceRegion, Fence, PeerHandle};
+use crate::device::{
+    CopyError, Device, DeviceEvent, DeviceMemory, DeviceRegion, Devices, Fence, HostDevice,
+    HostMemory, PeerHandle, RegionError,
+};
 
 const PAGE: u64 = 4 << 20;
 
@@ -131,4 +135,49 @@ fn a_killed_engines_fence_ends_its_copy_and_nobody_elses() {
     assert_eq!(end.pages_done, 0);
     child.wait().expect("wait");
     assert_eq!(twins.switches.moved.load(Ordering::Acquire), 2 * PAGE);
+}
+
+fn host_memory(bytes: u64) -> DeviceMemory {
+    let memfd = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).expect("memfd");
+    rustix::fs::ftruncate(&memfd, bytes).expect("ftruncate");
+    let pidfd = Arc::new(pidfd_open(getpid(), PidfdFlags::empty()).expect("pidfd"));
+    let peer = PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd };
+    let memory = HostMemory::import(&MemorySpec::Memfd { bytes }, Some(memfd), &peer);
+    DeviceMemory::Host(memory.expect("import"))
+}
+
+fn two_memories(
+    first: Arc<DeviceMemory>,
+    second: Arc<DeviceMemory>,
+) -> Result<DeviceRegion, RegionError> {
+    let half = |memory| SegmentSpec { memory, offset: 0, stride: 4096, length: 4096, layer: 0 };
+    let spec = RegionSpec { scope: 0, pages: 1, segments: vec![half(0), half(1)] };
+    let memories = [first, second];
+    DeviceRegion::new(&spec, 8192, |memory| memories.get(memory as usize).cloned())
+}
+
+#[test]
+fn a_region_lies_on_one_device_and_its_commands_go_there() {
+    let twins = Twins::default();
+    let (gpu, host) = (TwinMemory::new(8192), Arc::new(host_memory(8192)));
+    let mixed = two_memories(gpu.handle(), Arc::clone(&host)).expect_err("two devices");
+    assert_eq!(mixed, RegionError::MixedDevices { first: 0, second: 1 });
+    assert!(mixed.to_string().contains("memories 0 and 1"), "{mixed}");
+    let on_gpu = Arc::new(two_memories(gpu.handle(), gpu.handle()).expect("one device"));
+    let on_host = Arc::new(two_memories(Arc::clone(&host), host).expect("one device"));
+    assert!(on_gpu.needs_fence() && !on_host.needs_fence());
+    gpu.write(0, &[7; 8192]);
+    let mut bench = Bench::new(|pool, notify| {
+        let host = HostDevice::start(pool.clone(), notify.clone(), Duration::ZERO).expect("host");
+        Devices::new(host, Some(twins.start(pool, notify)))
+    });
+    for region in [&on_gpu, &on_host] {
+        let pages = bench.pages(region, &[0], true);
+        let command = bench.command(Direction::Save, region, pages.clone());
+        assert_eq!((bench.run(command).error, bench.device.outstanding()), (None, 0));
+        let byte = if Arc::ptr_eq(region, &on_gpu) { 7 } else { 0 };
+        assert!(bench.image(pages[0].extent, 8192).iter().all(|found| *found == byte));
+    }
+    assert_eq!(twins.switches.moved.load(Ordering::Acquire), 8192);
+    bench.device.stop();
 }

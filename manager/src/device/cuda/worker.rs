@@ -14,12 +14,11 @@
 #![allow(unsafe_code, reason = "promises the copy engine that memory stays mapped")]
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::driver::CudaError;
-use super::plan::{Page, Plan, Rect, Shift};
+use super::plan::{Page, Plan, Rect};
 use crate::core::{Direction, Extent};
 use crate::device::lane::{Queues, State};
 use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory};
@@ -61,7 +60,6 @@ pub(super) trait CopyEngine {
         stream: usize,
         direction: Direction,
         rect: &Rect,
-        shift: Shift,
     ) -> Result<(), CudaError>;
 
     /// Orders a store of `value` at `address` behind everything before it.
@@ -85,9 +83,6 @@ pub(super) trait CopyEngine {
 
     /// Longest distance of two rows, in bytes.
     fn pitch_max(&self) -> u64;
-
-    /// What was registered together with a byte of host memory.
-    fn host_piece(&self, address: u64) -> Range<u64>;
 }
 
 /// A command on its way.
@@ -475,14 +470,18 @@ impl Running {
             if self.rects.is_empty() {
                 self.next_chunk();
             }
-            if let Some(rect) = self.rects.front().copied() {
+            if let Some(rect) = self.rects.front() {
                 let (head, tail) = rect.split_at(left);
-                self.copy(engine, stream, head)?;
                 left = left.saturating_sub(head.bytes());
+                let head = through_copy_engine(head, self.command.direction);
+                // SAFETY: `prepare` checked that every image lies in the pool and every run in its
+                // memory; the command, which the owner of both gave away with them, is kept until
+                // the batch is seen to end or the stream is dead.
+                unsafe { engine.copy(stream, self.command.direction, &head) }?;
                 // Only now: what was refused counts as left.
-                self.rects.pop_front();
-                if let Some(tail) = tail {
-                    self.rects.push_front(tail);
+                match tail {
+                    Some(tail) => self.rects[0] = tail,
+                    None => drop(self.rects.pop_front()),
                 }
             }
             if self.rects.is_empty() && self.next_page == self.pages.len() {
@@ -490,33 +489,6 @@ impl Running {
             }
         }
         Ok(())
-    }
-
-    fn copy(
-        &self,
-        engine: &mut dyn CopyEngine,
-        stream: usize,
-        rect: Rect,
-    ) -> Result<(), CudaError> {
-        let direction = self.command.direction;
-        let allocation = match self.command.region.memory(rect.memory) {
-            Some(DeviceMemory::Cuda(memory)) => memory.allocation(),
-            _ => Range::default(),
-        };
-        let rect = through_copy_engine(rect, direction);
-        let host_piece = engine.host_piece(rect.host);
-        let mut order = |rect: Rect, shift| {
-            // SAFETY: `prepare` checked that every image lies in the pool and every run in its
-            // memory; the command, which the owner of both gave away with them, is kept until
-            // the batch is seen to end or the stream is dead.
-            unsafe { engine.copy(stream, direction, &rect, shift) }
-        };
-        if let Some(shift) = rect.shift(&allocation, &host_piece) {
-            return order(rect, shift);
-        }
-        let (rows, last) = rect.without_last_row();
-        order(rows, Shift::default())?;
-        order(through_copy_engine(last, direction), Shift::default())
     }
 
     fn next_chunk(&mut self) {

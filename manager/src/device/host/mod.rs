@@ -144,12 +144,18 @@ mod tests {
 
     use super::*;
     use crate::core::{CopyPage, Extent, Ticket};
-    use crate::device::{DeviceMemory, DeviceRegion, lane};
+    use crate::device::{DeviceMemory, DeviceRegion, DoneWord, lane};
     use crate::image::HeapImages;
 
     const PAGE: u32 = 5 << 20;
 
+    /// A whole memory as pages of one segment.
     fn region(pages: u32) -> Arc<DeviceRegion> {
+        layered(pages, 1)
+    }
+
+    /// A whole memory as pages of a segment a layer.
+    fn layered(pages: u32, layers: u32) -> Arc<DeviceRegion> {
         let bytes = u64::from(PAGE);
         let memfd = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).expect("memfd");
         rustix::fs::ftruncate(&memfd, bytes).expect("ftruncate");
@@ -157,10 +163,14 @@ mod tests {
         let peer = PeerHandle { pid: getpid().as_raw_nonzero().get(), pidfd };
         let memory = HostMemory::import(&MemorySpec::Memfd { bytes }, Some(memfd), &peer);
         let memory = Arc::new(DeviceMemory::Host(memory.expect("import")));
-        let length = bytes / u64::from(pages);
-        let segment = SegmentSpec { memory: 0, offset: 0, stride: length, length, layer: 0 };
-        let spec = RegionSpec { scope: 0, pages, segments: vec![segment] };
-        let region = DeviceRegion::new(&spec, length, |_| Some(Arc::clone(&memory)));
+        let length = bytes / u64::from(pages * layers);
+        let segment = |layer| {
+            let offset = u64::from(layer * pages) * length;
+            SegmentSpec { memory: 0, offset, stride: length, length, layer }
+        };
+        let spec = RegionSpec { scope: 0, pages, segments: (0..layers).map(segment).collect() };
+        let image_bytes = length * u64::from(layers);
+        let region = DeviceRegion::new(&spec, image_bytes, |_| Some(Arc::clone(&memory)));
         Arc::new(region.expect("region"))
     }
 
@@ -198,6 +208,31 @@ mod tests {
             .map(|end| end.ticket.0)
             .collect();
         assert_eq!(order, [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 1]);
+    }
+
+    /// Goal: as above. Method: the most pages of one request, in layers of a few bytes.
+    #[test]
+    fn short_commands_end_before_the_longest_by_layer() {
+        let images = HeapImages::new(PAGE as usize);
+        let bell = ControlBell::new();
+        let (mut commands, mut ends, queues) = lane::queues(State::Drain, bell.ringer());
+        let (words, reader) = crate::conformance::done_words();
+        let (layered, short) = (layered(16_384, 5), region(1280));
+        let mut long = command(0, &layered, 0);
+        let extent = Extent { arena: 0, offset: 0, bytes: long.image_bytes };
+        long.pages = (0..16_384).map(|device_page| CopyPage { device_page, extent }).collect();
+        long.done = Some(DoneWord { words, operation_index: 0, count: 5, value: 2 });
+        assert!(commands.try_push(long).is_ok());
+        for number in 1..12 {
+            assert!(commands.try_push(command(number, &short, 1)).is_ok());
+        }
+        work(queues, &images, Spin::new(Duration::ZERO));
+        let order: Vec<u64> = std::iter::from_fn(|| ends.try_pop())
+            .inspect(|end| assert!(end.error.is_none()))
+            .map(|end| end.ticket.0)
+            .collect();
+        assert_eq!(order, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]);
+        assert!((0..5).all(|layer| reader.load(0, layer) == 2));
     }
 
     #[test]

@@ -162,6 +162,28 @@ fn a_small_terminal_shows_the_most_important() {
     assert!(!all.contains("hints"), "no place for it\n{all}");
 }
 
+#[test]
+fn a_search_for_pages_shows_how_far_it_is_unless_something_is_wrong() {
+    let fake = Fake::new(0);
+    let mut snapshot = fake.snapshot();
+    for (state, recovery, expected) in [
+        ("healthy", SsdRecovery::Scanning, "scan 12%"),
+        ("healthy", SsdRecovery::TakingOver, "takes in"),
+        ("healthy", SsdRecovery::Done, "healthy"),
+        ("off", SsdRecovery::Scanning, "off"),
+    ] {
+        let device = &mut snapshot.ssd[0];
+        (device.health, device.recovery) = (state, recovery.label());
+        (device.scan_slots, device.scanned_slots) = (1000, 120);
+        for (width, height) in [(80, 24), (40, 10)] {
+            let screen = Screen { snapshot: &snapshot, rates: None, absent: None };
+            let shown = lines(width, height, &screen);
+            let of_ssd = shown.iter().find(|line| line.contains("16 GiB")).expect("its line");
+            assert!(of_ssd.contains(expected), "{expected:?} is not in {of_ssd:?}");
+        }
+    }
+}
+
 /// The first second, a Manager that went away, and one that only holds its lock.
 #[test]
 fn states_without_fresh_numbers_are_told() {
