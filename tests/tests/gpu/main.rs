@@ -9,6 +9,7 @@
 //! there is one, the test says so and passes.
 #![allow(unsafe_code, reason = "streams are given to the driver by address, and a child forks")]
 
+mod cancel;
 mod child;
 mod engine;
 mod fences;
