@@ -84,7 +84,7 @@ impl Gpu {
     fn retain(device: CUdevice) -> Result<Self, CudaError> {
         let mut uuid = MaybeUninit::<sys::CUuuid>::uninit();
         // SAFETY: only writes `uuid`.
-        let read = unsafe { sys::cuDeviceGetUuid(uuid.as_mut_ptr(), device) };
+        let read = unsafe { sys::cuDeviceGetUuid_v2(uuid.as_mut_ptr(), device) };
         driver::check(read, "read the UUID of a GPU", ADVICE_GENERAL)?;
         // SAFETY: success means written.
         let uuid = unsafe { uuid.assume_init() };
