@@ -184,30 +184,34 @@ impl Client {
     }
 
     /// Reads the done word of a restore or save: `Some(true)` once every byte is in place,
-    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory. Of a
-    /// restore by layer it is the first layer: ask for the last by
-    /// [`is_layer_done`](Self::is_layer_done).
+    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory.
     ///
     /// Valid until the index of the operation is used again, some time after its completion was
     /// returned; `None` from then on, for a handle of another client, and in a forked child.
     #[inline]
     pub fn is_done(&self, operation: &Operation) -> Option<bool> {
-        self.done_word(operation, Self::word_of(None))
+        let session = self.bound.look().ok()?;
+        self.done_word(operation, session.last_word(operation.id))
     }
 
-    /// [`is_done`](Self::is_done) of one layer, for a restore with
-    /// [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer). `None` also for a layer that
-    /// has no done word in this session.
+    /// Reads the done word of one layer of a restore with
+    /// [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer): `Some(true)` once every byte of
+    /// this layer and of those before it is in place, `Some(false)` once the restore has ended
+    /// without, `None` before that and for a layer that the region does not have. What is done stays
+    /// so when the rest fails.
     #[inline]
     pub fn is_layer_done(&self, operation: &Operation, layer: u32) -> Option<bool> {
-        self.done_word(operation, Self::word_of(Some(layer)))
+        let session = self.bound.look().ok()?;
+        (layer <= session.last_word(operation.id)).then(|| self.done_word(operation, layer))?
     }
 
-    /// Which done word of an operation says that all of it is in place, or one layer of a restore by
-    /// layer, which has one a layer and none for the whole.
-    #[inline]
-    pub(crate) fn word_of(layer: Option<u32>) -> u32 {
-        layer.unwrap_or(0)
+    /// Which done word of an operation says that all of it is in place, or one of its layers; none
+    /// for a layer that it does not have, for a handle of another client, and in a forked child.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn word_of(&self, operation: &Operation, layer: Option<u32>) -> Option<u32> {
+        let last = self.bound.look().ok()?.last_word(operation.id);
+        let word = layer.unwrap_or(last);
+        (operation.tag == self.tag && word <= last).then_some(word)
     }
 
     /// All done words of the session; none in a forked child.

@@ -51,6 +51,7 @@ pub struct Region {
     pub(crate) id: RegionId,
     pub(crate) pages: u32,
     pub(crate) page_bytes: u64,
+    pub(crate) last_layer: u32,
 }
 
 impl Region {
@@ -62,6 +63,11 @@ impl Region {
     /// Bytes of one page image, as the Manager added them up.
     pub fn page_bytes(&self) -> u64 {
         self.page_bytes
+    }
+
+    /// Layers: one more than the highest that a segment names.
+    pub fn layers(&self) -> u32 {
+        self.last_layer.saturating_add(1)
     }
 }
 

@@ -51,7 +51,9 @@ pub use completion::{Completion, PageResult, StageTimes, Status};
 pub use connect::{Connect, engine_id_random};
 pub use error::{ConnectError, Gone, ProtocolFault, RegisterError, SubmitError, WaitManyError};
 pub use handles::{Block, Chain, Lease, LeaseParts, Memory, Operation, Region, Scope};
-pub use orbitkv_shm_protocol::bootstrap::message::{DependencySpec, NamespaceSpec, Refusal};
+pub use orbitkv_shm_protocol::bootstrap::message::{
+    DependencySpec, GpuId, HexBytes, HexError, IpcHandle, NamespaceSpec, Refusal,
+};
 pub use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
 pub use orbitkv_shm_protocol::ids::{EngineId, Epoch, LeaseId, OperationId, PageHash, SessionId};
 pub use orbitkv_shm_protocol::record::{

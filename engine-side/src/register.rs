@@ -1,4 +1,4 @@
-//! Registration over the bootstrap socket: namespaces, sets, memory and regions.
+//! Registration over the bootstrap socket: namespaces, sets, memory, events and regions.
 //!
 //! Blocking, each call at most the timeout of [`Connect`](crate::Connect); done before serving
 //! starts, not per request.
@@ -11,8 +11,6 @@ use orbitkv_shm_protocol::bootstrap::message::{
 };
 use orbitkv_shm_protocol::bootstrap::transport::TransportError;
 use orbitkv_shm_protocol::ids::{RegionId, ScopeId};
-
-use rustix::io::Errno;
 
 use crate::client::Client;
 use crate::error::{RegisterError, message_of};
@@ -41,8 +39,8 @@ pub struct Segment {
     pub stride: u64,
     /// Length, in bytes.
     pub length: u64,
-    /// Layer that it belongs to, for restores by layer: below the session's done words. 0 where
-    /// nobody asks for such.
+    /// Layer that it belongs to, for [`RestoreOptions::by_layer`](crate::RestoreOptions::by_layer):
+    /// below the session's done words. 0 where nobody restores by layer.
     pub layer: u32,
 }
 
@@ -95,22 +93,38 @@ impl Client {
         self.register_memory(MemorySpec::Memfd { bytes }, bytes, Some(memfd.as_fd()))
     }
 
-    /// Offers memory of a GPU: a [`MemorySpec::Cuda`], as the driver gave its handle. The
-    /// allocation must live until every region over it was unregistered or the session has ended.
+    /// Offers `bytes` bytes of a GPU allocation, from `offset` of it on.
+    ///
+    /// `gpu` is the UUID of the GPU and `handle` what `cuIpcGetMemHandle` gave for the allocation. It
+    /// stands for all of it, whatever address in it was asked for, so `offset` counts from the
+    /// allocation's own start (`cuMemGetAddressRange`). The Manager keeps the allocation open until
+    /// every region over it is unregistered.
+    ///
+    /// Kernels that write the pages run when the GPU comes to them, so each save from such memory
+    /// names a fence: see [`register_events`](Self::register_events).
     ///
     /// # Errors
-    /// See above.
-    pub fn register_cuda(&mut self, spec: &MemorySpec) -> Result<Memory, RegisterError> {
+    /// See above; [`RegisterError::Refused`] also when the Manager runs without CUDA, does not see
+    /// that GPU, or cannot open the allocation (memory of `cuMemCreate` has no such handle).
+    pub fn register_cuda_memory(
+        &mut self,
+        gpu: GpuId,
+        handle: IpcHandle,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Memory, RegisterError> {
         self.check_process()?;
-        let MemorySpec::Cuda { bytes, .. } = *spec else {
-            return Err(RegisterError::Environment(Errno::INVAL));
-        };
-        self.register_memory(spec.clone(), bytes, None)
+        self.register_memory(MemorySpec::Cuda { gpu, handle, offset, bytes }, bytes, None)
     }
 
-    /// Appends events of a GPU to the session's pool, at most
-    /// [`EVENTS_PER_MESSAGE_MAX`](orbitkv_shm_protocol::bootstrap::message::EVENTS_PER_MESSAGE_MAX)
-    /// a call; returns the index of the first.
+    /// Appends events of one GPU to the session's pool, at most 256 a call: `handles` are what
+    /// `cuIpcGetEventHandle` gave for events made with `CU_EVENT_INTERPROCESS`. Returns the index of
+    /// the first, which [`SaveOptions::fence`](crate::SaveOptions::fence) and
+    /// [`RestoreOptions::fence`](crate::RestoreOptions::fence) name; the others follow.
+    ///
+    /// An event belongs to one operation from [`submit`](Self::submit) to its completion. Before that
+    /// it must have been recorded (one that never was passes at once), and until then it must not be
+    /// recorded again. The pool ends with the session.
     ///
     /// # Errors
     /// See above.
@@ -157,7 +171,14 @@ impl Client {
         match self.ask(&ClientMessage::RegisterRegion(spec), &[])? {
             ManagerMessage::Region { region, page_bytes } => {
                 let pages = layout.pages;
-                Ok(Region { tag: self.tag(), id: RegionId(region), pages, page_bytes })
+                let last = layout.segments.iter().map(|segment| segment.layer).max();
+                Ok(Region {
+                    tag: self.tag(),
+                    id: RegionId(region),
+                    pages,
+                    page_bytes,
+                    last_layer: last.unwrap_or(0),
+                })
             }
             _ => Err(self.bad_answer("region")),
         }

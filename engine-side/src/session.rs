@@ -52,6 +52,8 @@ pub(crate) struct Session {
     ranges: RangeAllocator,
     anchors: Anchors,
     entries_max: u32,
+    /// The done word that an operation stores last, by its index.
+    last_words: Vec<u32>,
     readable: Option<Readable>,
     /// Found while results were read, acted upon by the next poll.
     result_fault: Cell<Option<ProtocolFault>>,
@@ -74,6 +76,7 @@ impl Session {
             ranges: RangeAllocator::new(geometry.page_entries, geometry.credits() + 1),
             anchors: Anchors::new(geometry.page_entries),
             entries_max: geometry.page_entries.min(PAGES_PER_REQUEST_MAX),
+            last_words: vec![0; geometry.credits() as usize],
             readable: None,
             result_fault: Cell::new(None),
             gone: None,
@@ -359,6 +362,16 @@ impl Session {
     /// Whether `operation` belongs to this session and has no completion yet.
     pub(crate) fn is_outstanding(&self, operation: &Operation) -> bool {
         operation.tag == self.tag && self.pending.get(operation.id).is_some()
+    }
+
+    /// Notes which done word tells that all of an operation is done: 0 unless told otherwise.
+    pub(crate) fn set_last_word(&mut self, operation: OperationId, word: u32) {
+        self.last_words[operation.index as usize] = word;
+    }
+
+    /// The done word that tells that all of an operation is done.
+    pub(crate) fn last_word(&self, operation: OperationId) -> u32 {
+        self.last_words.get(operation.index as usize).copied().unwrap_or(0)
     }
 
     /// Done word `word` of an operation index below the credits.

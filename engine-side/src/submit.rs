@@ -32,9 +32,10 @@ impl Deadline {
 /// What a save may carry besides its pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SaveOptions {
-    /// Index of the event in the session's fence pool that the copy waits for.
+    /// Index of the event that the copy waits for before it reads a byte, see
+    /// [`Client::register_events`]. A save from memory of a GPU needs one.
     pub fence: Option<u32>,
-    /// Longest time the save waits for memory.
+    /// Longest time the save waits for memory and for its event.
     pub deadline: Deadline,
 }
 
@@ -43,11 +44,14 @@ pub struct SaveOptions {
 pub struct RestoreOptions {
     /// The lease stays valid for the pages that the restore names.
     pub keep: bool,
-    /// Done words one a layer, in copy order; the session needs that many done words.
+    /// Copies layer by layer, first to last, and tells of each with
+    /// [`Client::is_layer_done`]. Pages that come from SSD may arrive with the last copy only: then
+    /// all layers are done at nearly the same time.
     pub by_layer: bool,
-    /// Index of the event in the session's fence pool that the copy waits for.
+    /// Index of the event that the copy waits for before it writes a byte, see
+    /// [`Client::register_events`].
     pub fence: Option<u32>,
-    /// Longest time the restore waits for memory.
+    /// Longest time the restore waits for memory and for its event.
     pub deadline: Deadline,
 }
 
@@ -160,7 +164,9 @@ impl Client {
             keep: options.keep,
             by_layer: options.by_layer,
         };
-        session.stage_pages(body, options.deadline.ms(), &chains)
+        let operation = session.stage_pages(body, options.deadline.ms(), &chains)?;
+        session.set_last_word(operation.id, if options.by_layer { region.last_layer } else { 0 });
+        Ok(operation)
     }
 
     /// Ends a lease for this session's rank.

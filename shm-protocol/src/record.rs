@@ -263,7 +263,7 @@ wire_enum! {
         Unsupported = 16 => "unsupported",
         /// The namespace was forgotten while the operation ran.
         Forgotten = 17 => "forgotten",
-        /// The fence is missing, unknown or invalid.
+        /// The fence is missing, unknown, broken, or that of another operation.
         BadFence = 18 => "bad_fence",
         /// The page table range is in use by another operation.
         RangeInUse = 19 => "range_in_use",

@@ -22,7 +22,6 @@ pub struct DoneWordsOnGpu {
     words: DoneWordsReader,
     on_gpu: CUdeviceptr,
     tag: Tag,
-    words_each: u32,
 }
 
 impl DoneWordsOnGpu {
@@ -55,13 +54,13 @@ impl DoneWordsOnGpu {
         // SAFETY: only writes `on_gpu`; the address was registered just now.
         let found = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut on_gpu, start, 0) };
         // From here on `drop` unregisters.
-        let words_each = client.limits().done_words;
-        let here = Self { gpu: gpu.clone(), words, on_gpu, tag: client.tag(), words_each };
+        let here = Self { gpu: gpu.clone(), words, on_gpu, tag: client.tag() };
         driver::check(found, "find the done words on the GPU", ADVICE_GENERAL)?;
         Ok(here)
     }
 
-    /// Makes `stream` wait until a restore has ended, or a `layer` of one by layer is in place.
+    /// Makes `stream` wait until a restore of `client`, whose words these are, has ended, or until a
+    /// `layer` of one by layer is in place.
     ///
     /// A stream also passes when the operation failed: read
     /// [`is_done`](crate::Client::is_done) before anything that was computed from its pages is
@@ -75,13 +74,12 @@ impl DoneWordsOnGpu {
     pub unsafe fn wait(
         &self,
         stream: CUstream,
+        client: &Client,
         operation: &Operation,
         layer: Option<u32>,
     ) -> Result<(), CudaError> {
-        let word = Client::word_of(layer);
-        if operation.tag != self.tag || word >= self.words_each {
-            return Err(CudaError::NoSuchWord { layer: word });
-        }
+        let word = client.word_of(operation, layer).filter(|_| operation.tag == self.tag);
+        let word = word.ok_or(CudaError::NoSuchWord { layer: layer.unwrap_or(0) })?;
         let (index, wanted) = (operation.id.index, operation.id.done_word());
         let found = self.words.load(index, word);
         if !can_be_compared(found, wanted) {

@@ -8,9 +8,13 @@ use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUpointer_attribute, CUresult,
 };
 use orbitkv_shm_protocol::bootstrap::message::{GpuId, HexBytes, MemorySpec};
+use rustix::io::Errno;
 
 use super::driver::{self, ADVICE_GENERAL, Current};
 use super::error::CudaError;
+use crate::client::Client;
+use crate::error::RegisterError;
+use crate::handles::Memory;
 
 /// A GPU whose primary context this process holds. Cheap to clone; the last clone lets go of the
 /// context.
@@ -187,6 +191,22 @@ impl Gpu {
             Ok(())
         } else {
             Err(CudaError::OtherGpu { address, gpu: self.id() })
+        }
+    }
+}
+
+impl Client {
+    /// Offers memory that [`Gpu::export`] made known.
+    ///
+    /// # Errors
+    /// As [`register_cuda_memory`](Self::register_cuda_memory); [`RegisterError::Environment`] for
+    /// memory that is not of a GPU.
+    pub fn register_cuda(&mut self, spec: &MemorySpec) -> Result<Memory, RegisterError> {
+        match *spec {
+            MemorySpec::Cuda { gpu, handle, offset, bytes } => {
+                self.register_cuda_memory(gpu, handle, offset, bytes)
+            }
+            _ => Err(RegisterError::Environment(Errno::INVAL)),
         }
     }
 }

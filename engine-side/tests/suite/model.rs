@@ -204,17 +204,18 @@ impl Seat {
                     Code::None,
                 ));
             }
-            Ok(spec.segments.len() as u32)
+            Ok(spec.segments.iter().map(|segment| segment.layer).max().unwrap_or(0))
         })();
         completion.pages_dram = completion.pages;
         match outcome {
-            Ok(layers) if by_layer => {
-                (0..layers).for_each(|word| done(word, request.operation.done_word()));
+            Ok(last) if by_layer => {
+                (0..=last).for_each(|word| done(word, request.operation.done_word()));
             }
             Ok(_) => done(0, request.operation.done_word()),
             Err(_) => {
                 completion.first_failed = Some(completion.pages);
-                done(0, request.operation.failed_word());
+                let words = self.side.geometry().done_words;
+                (0..words).for_each(|word| done(word, request.operation.failed_word()));
             }
         }
         if !keep {

@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use orbitkv_engine::{
-    Block, Chain, Code, Connect, Deadline, Lease, PageOutcome, QueryMode, RequestKind,
-    RestoreOptions, SaveOptions, SessionState, Status, SubmitError, Tier, engine_id_random,
-    wait_many,
+    Block, Chain, Code, Connect, Deadline, GpuId, HexBytes, Lease, LeaseId, LeaseParts,
+    PageOutcome, QueryMode, RegisterError, RequestKind, RestoreOptions, SaveOptions, SessionState,
+    Status, SubmitError, Tier, engine_id_random, wait_many,
 };
+use orbitkv_shm_protocol::bootstrap::message::MemorySpec;
+use orbitkv_shm_protocol::record::RequestBody;
 
 use crate::rig::{HALF, PAGES, PATIENCE, Rig, blocks, hashes, layout, namespace, next};
-use crate::twin::Twin;
+use crate::twin::{Reach, Twin};
 
 /// Goal: bytes survive save, query and restore, and every other operation ends once with the kind
 /// that was asked. Method: one client, one of each.
@@ -95,29 +97,114 @@ fn a_failed_restore_says_so_in_its_done_word() {
     assert_eq!((done.status, done.code), (Status::Error, Code::UnknownLease));
     assert_eq!(done.first_failed, Some(0));
     assert_eq!(rig.client.is_done(&operation), Some(false));
-    assert_eq!(rig.client.is_layer_done(&operation, 1), None, "the session has one done word");
-    assert_eq!(rig.client.is_layer_done(&operation, u32::MAX), None);
+    assert_eq!(rig.client.is_layer_done(&operation, 0), Some(false));
+    for none in [1, 256, u32::MAX] {
+        assert_eq!(rig.client.is_layer_done(&operation, none), None, "a layer that there is not");
+    }
 }
 
+/// Goal: each layer has a done word, and the last tells of the whole, at the index of an operation
+/// without layers too. Method: the words are stored one by one before the operation ends.
 #[test]
 fn layers_have_done_words_of_their_own() {
     let twin = Twin::start();
-    let client = Connect::new(twin.path()).done_words(2).connect().unwrap();
+    let client = Connect::new(twin.path()).done_words(3).connect().unwrap();
     let mut rig = Rig::over(client);
+    assert_eq!(rig.region.layers(), 2);
     let pages = blocks(1, 1, 0);
     rig.client.save(&rig.region, &pages).unwrap();
     rig.next();
     let hashes = hashes(1, 1);
     rig.client.query(&rig.scope, &hashes, QueryMode::Demand, Deadline::DEFAULT).unwrap();
     let lease = rig.next().lease.unwrap();
-    let options = RestoreOptions { by_layer: true, ..RestoreOptions::default() };
-    let operation = rig.client.restore(&lease, 0, &rig.region, &pages, options).unwrap();
-    assert_eq!(rig.client.is_layer_done(&operation, 1), None);
-    rig.next();
-    assert_eq!(rig.client.is_layer_done(&operation, 0), Some(true));
-    assert_eq!(rig.client.is_layer_done(&operation, 1), Some(true));
-    assert_eq!(rig.client.is_layer_done(&operation, 2), None);
-    assert_eq!(rig.client.is_done(&operation), Some(true));
+    twin.hold(&[RequestKind::Restore]);
+    for by_layer in [true, false, true] {
+        let options = RestoreOptions { by_layer, keep: true, ..RestoreOptions::default() };
+        let operation = rig.client.restore(&lease, 0, &rig.region, &pages, options).unwrap();
+        let seen = |rig: &Rig| {
+            let layer = |layer| rig.client.is_layer_done(&operation, layer);
+            (layer(0), layer(1), rig.client.is_done(&operation))
+        };
+        assert_eq!(seen(&rig), (None, None, None));
+        rig.client.submit().unwrap();
+        let id = operation.id();
+        let store = |word: u32, value: u32| {
+            twin.with(move |server| server.seats[0].side.done.store(id.index, word, value));
+        };
+        store(0, id.done_word());
+        if by_layer {
+            assert_eq!(seen(&rig), (Some(true), None, None));
+            // The rest fails: what is in place stays.
+            store(1, id.failed_word());
+            assert_eq!(seen(&rig), (Some(true), Some(false), Some(false)));
+        } else {
+            assert_eq!(seen(&rig), (Some(true), None, Some(true)));
+        }
+        twin.hold(&[]);
+        rig.next();
+        twin.hold(&[RequestKind::Restore]);
+        let layer = by_layer.then_some(true);
+        assert_eq!(seen(&rig), (Some(true), layer, Some(true)));
+        assert_eq!(rig.client.is_layer_done(&operation, 2), None);
+    }
+}
+
+/// Goal: what a GPU's memory and events are called arrives as it was said, and events are numbered
+/// through.
+#[test]
+fn memory_and_events_of_a_gpu_are_registered_by_their_handles() {
+    let twin = Twin::start();
+    let mut rig = Rig::new(twin.path());
+    let gpu: GpuId = "00112233445566778899aabbccddeeff".parse().unwrap();
+    let handle = |number: u8| HexBytes([number; 64]);
+    let memory = rig.client.register_cuda_memory(gpu, handle(1), 512, 8192).unwrap();
+    assert_eq!(memory.bytes(), 8192);
+    let nothing = rig.client.register_cuda_memory(gpu, handle(1), 512, 0);
+    assert!(matches!(nothing, Err(RegisterError::Refused { .. })), "{nothing:?}");
+    assert_eq!(rig.client.register_events(gpu, &[handle(2), handle(3)]).unwrap(), 0);
+    let none = rig.client.register_events(gpu, &[]);
+    assert!(matches!(none, Err(RegisterError::Refused { .. })), "{none:?}");
+    assert_eq!(rig.client.register_events(gpu, &[handle(4)]).unwrap(), 2);
+    let (spec, events) = twin.with(|server| {
+        let seat = &server.seats[0];
+        let Reach::Gpu(spec) = &seat.memories[1] else { panic!("another memory") };
+        (spec.clone(), seat.events.clone())
+    });
+    let (offset, bytes) = (512, 8192);
+    assert_eq!(spec, MemorySpec::Cuda { gpu, handle: handle(1), offset, bytes });
+    assert_eq!(events, [2, 3, 4].map(|number| (gpu, handle(number))));
+}
+
+/// Goal: the Manager learns which event a copy waits for. Method: what it takes from the ring.
+#[test]
+fn fences_and_layers_travel_with_their_requests() {
+    let twin = Twin::start();
+    let mut rig = Rig::new(twin.path());
+    twin.hold(&[RequestKind::Save, RequestKind::Restore]);
+    let pages = blocks(1, 1, 0);
+    let save = SaveOptions { fence: Some(7), ..SaveOptions::default() };
+    rig.client.save_chains(&rig.region, &[Chain::from(&pages)], save).unwrap();
+    rig.client.submit().unwrap();
+    let taken = |count: usize| loop {
+        let held = twin.with(|server| server.seats[0].held.clone());
+        if held.len() == count {
+            return held[count - 1].0.body;
+        }
+    };
+    let RequestBody::Save { fence, .. } = taken(1) else { panic!("another request") };
+    assert_eq!(fence, Some(7));
+    let lease = Lease::from_parts(LeaseParts {
+        lease: LeaseId(1),
+        epoch: rig.client.epoch(),
+        engine: rig.client.engine_id(),
+        pages: 1,
+        expires_ns: u64::MAX,
+    });
+    let restore = RestoreOptions { fence: Some(0), by_layer: true, ..RestoreOptions::default() };
+    rig.client.restore(&lease, 0, &rig.region, &blocks(1, 1, 1), restore).unwrap();
+    rig.client.submit().unwrap();
+    let RequestBody::Restore { fence, by_layer, .. } = taken(2) else { panic!("another request") };
+    assert_eq!((fence, by_layer), (Some(0), true));
 }
 
 /// Goal: parents travel as anchors, chains stay apart, and results come one a block. Method: one

@@ -85,7 +85,13 @@ pub(crate) fn namespace(model: &str) -> NamespaceSpec {
 }
 
 pub(crate) fn layout(scope: Scope, memory: Memory) -> RegionLayout {
-    let half = |half| Segment { memory, offset: at(0, half), stride: HALF, length: HALF, layer: 0 };
+    let half = |half| Segment {
+        memory,
+        offset: at(0, half),
+        stride: HALF,
+        length: HALF,
+        layer: half.into(),
+    };
     RegionLayout { scope, pages: PAGES, segments: vec![half(0), half(1)] }
 }
 

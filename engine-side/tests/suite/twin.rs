@@ -14,7 +14,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::{
-    ClientMessage, ManagerMessage, MemorySpec, NamespaceSpec, Refusal, RegionSpec, Welcome,
+    ClientMessage, GpuId, IpcHandle, ManagerMessage, MemorySpec, NamespaceSpec, Refusal,
+    RegionSpec, Welcome,
 };
 use orbitkv_shm_protocol::bootstrap::peer;
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
@@ -127,7 +128,7 @@ pub(crate) struct Seat {
     pub(crate) engine: String,
     pub(crate) scopes: Vec<Vec<NamespaceSpec>>,
     pub(crate) memories: Vec<Reach>,
-    pub(crate) events: u32,
+    pub(crate) events: Vec<(GpuId, IpcHandle)>,
     pub(crate) regions: Vec<Option<RegionSpec>>,
     pub(crate) held: Vec<(Request, Vec<PageEntry>)>,
     /// Requests taken so far.
@@ -140,7 +141,14 @@ pub(crate) struct Seat {
 /// How the twin reaches memory of the engine.
 pub(crate) enum Reach {
     Memfd(File),
-    Process { memory: File, base: u64, nonce_address: u64, nonce: u64 },
+    Process {
+        memory: File,
+        base: u64,
+        nonce_address: u64,
+        nonce: u64,
+    },
+    /// It only notes what it was told.
+    Gpu(MemorySpec),
 }
 
 impl Reach {
@@ -150,6 +158,7 @@ impl Reach {
             Self::Process { memory, base, .. } => {
                 memory.read_exact_at(bytes, base + offset).unwrap();
             }
+            Self::Gpu(spec) => panic!("read of {spec:?}"),
         }
     }
 
@@ -162,6 +171,7 @@ impl Reach {
                 assert_eq!(u64::from_ne_bytes(found), *nonce, "not the engine that registered");
                 memory.write_all_at(bytes, base + offset).unwrap();
             }
+            Self::Gpu(spec) => panic!("write of {spec:?}"),
         }
     }
 }
@@ -245,7 +255,7 @@ impl Server {
             engine: engine_id,
             scopes: Vec::new(),
             memories: Vec::new(),
-            events: 0,
+            events: Vec::new(),
             regions: Vec::new(),
             held: Vec::new(),
             taken: 0,
@@ -338,7 +348,8 @@ impl Seat {
                             .map_err(|_| Refusal::UnsupportedMemory)?;
                         Reach::Process { memory, base: address, nonce_address, nonce }
                     }
-                    MemorySpec::Cuda { .. } => return Err(Refusal::UnsupportedMemory),
+                    MemorySpec::Cuda { bytes: 0, .. } => return Err(Refusal::BadMessage),
+                    MemorySpec::Cuda { .. } => Reach::Gpu(spec),
                 };
                 self.memories.push(reach);
                 Ok(ManagerMessage::Memory { memory: self.memories.len() as u32 - 1 })
@@ -353,9 +364,12 @@ impl Seat {
                 let region = self.regions.len() as u32 - 1;
                 Ok(ManagerMessage::Region { region, page_bytes })
             }
-            ClientMessage::RegisterEvents { handles, .. } => {
-                let first = self.events;
-                self.events += handles.len() as u32;
+            ClientMessage::RegisterEvents { gpu, handles } => {
+                if handles.is_empty() {
+                    return Err(Refusal::BadMessage);
+                }
+                let first = self.events.len() as u32;
+                self.events.extend(handles.into_iter().map(|handle| (gpu, handle)));
                 Ok(ManagerMessage::Events { first })
             }
             ClientMessage::Hello { .. } | ClientMessage::Evict { .. } => Err(Refusal::OutOfOrder),
