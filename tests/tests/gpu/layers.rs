@@ -39,7 +39,7 @@ fn a_stream_waits_for_each_layer_by_itself() {
         let restore = engine.client.restore(&lease, 0, &engine.region, &target, options).unwrap();
         for layer in 0..LAYERS {
             // SAFETY: the stream lives to the end of the test.
-            unsafe { words.wait(consumer.raw(), &engine.client, &restore, Some(layer)) }.unwrap();
+            unsafe { words.wait(consumer.raw(), &restore, Some(layer)) }.unwrap();
             let (part, counter) = (layer..layer + 1, &wrong[layer as usize]);
             engine.device.kernels.compare(&consumer, &placed, content(1), part, counter).unwrap();
         }
@@ -72,7 +72,7 @@ fn a_stream_passes_when_a_restore_fails() {
     let options = RestoreOptions::default();
     let restore = engine.client.restore(&lease, 0, &engine.region, &target, options).unwrap();
     // SAFETY: the stream lives to the end of the test.
-    unsafe { words.wait(consumer.raw(), &engine.client, &restore, None) }.unwrap();
+    unsafe { words.wait(consumer.raw(), &restore, None) }.unwrap();
     assert_eq!(engine.end(restore).status, Status::Error);
     consumer.wait().unwrap();
     assert_eq!(engine.client.is_done(&restore), Some(false));
