@@ -315,6 +315,7 @@ impl Service {
                 count += 1;
             }
             wait_many(&words[..count], timeout);
+            self.expect_copies(|client| client.segments.requests.ready());
         }
         for client in &mut self.clients {
             if client.doorbell_seen.take().is_some() {
@@ -635,12 +636,25 @@ impl Service {
         for client in &mut self.clients {
             client.flush();
         }
+        self.expect_copies(|client| std::mem::take(&mut client.has_hit));
         // Nobody waits for these numbers.
         for completion in self.ended.drain(..) {
             self.telemetry.counters.completed(&completion);
         }
         self.cut_off_violators(published_ns);
         true
+    }
+
+    /// Who was told of a hit will restore it, and who wakes the reactor has often something to copy:
+    /// lets a GPU's thread wake meanwhile.
+    fn expect_copies(&mut self, likely: impl Fn(&mut Client) -> bool) {
+        for client in self.clients.iter_mut().filter(|client| !client.closed) {
+            if likely(client)
+                && let Some(region) = client.gpu_region()
+            {
+                self.device.expect(region);
+            }
+        }
     }
 
     /// Ends the sessions whose completion ring showed a violation outside of a take.

@@ -1,6 +1,6 @@
 //! Every device of a Manager behind one interface: host memory, and GPUs where there are any.
 
-use super::{CopyCommand, CopyEnd, CudaDevice, Device, HostDevice};
+use super::{CopyCommand, CopyEnd, CudaDevice, Device, DeviceRegion, HostDevice};
 use crate::core::RegionKind;
 
 /// Sends each command to the device that reaches its region. Not `Sync`: the reactor owns it.
@@ -23,6 +23,12 @@ impl Device for Devices {
             (RegionKind::Gpu, Some(cuda)) => cuda.submit(command),
             // The host device tells what is wrong with a region that it cannot reach.
             _ => self.host.submit(command),
+        }
+    }
+
+    fn expect(&mut self, region: &DeviceRegion) {
+        if let (RegionKind::Gpu, Some(cuda)) = (region.kind(), &mut self.cuda) {
+            cuda.expect(region);
         }
     }
 

@@ -1,7 +1,7 @@
 //! A thread that copies: the queue of commands to it and the queue of their ends back.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,9 @@ use super::{CopyCommand, CopyEnd};
 
 /// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
 const PARK_MAX: Duration = Duration::from_secs(1);
+
+/// How long a thread that was told to expect a command looks for it before it sleeps again.
+const EXPECT_WINDOW: Duration = Duration::from_micros(200);
 
 /// What a thread is told; only ever raised.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,6 +34,7 @@ pub(super) struct Lane {
     commands: HeapProd<CopyCommand>,
     ends: HeapCons<CopyEnd>,
     state: Arc<AtomicU8>,
+    sleep: Arc<Sleep>,
     capacity: usize,
     outstanding: usize,
     thread: Option<JoinHandle<()>>,
@@ -49,9 +53,17 @@ impl Lane {
         // As long as the command queue, and `outstanding` counts both: an end always has room.
         let (ended, ends) = HeapRb::new(capacity).split();
         let state = Arc::new(AtomicU8::new(State::Run as u8));
-        let queues = Queues { commands: taken, ends: ended, notify, state: Arc::clone(&state) };
+        let sleep = Arc::new(Sleep::default());
+        let queues = Queues {
+            commands: taken,
+            ends: ended,
+            notify,
+            state: Arc::clone(&state),
+            sleep: Arc::clone(&sleep),
+        };
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || work(queues))?;
-        Ok(Self { commands, ends, state, capacity, outstanding: 0, thread: Some(thread) })
+        let thread = Some(thread);
+        Ok(Self { commands, ends, state, sleep, capacity, outstanding: 0, thread })
     }
 
     #[expect(clippy::result_large_err, reason = "a refused command comes back whole")]
@@ -76,6 +88,17 @@ impl Lane {
     /// Commands submitted whose end was not polled.
     pub(super) fn outstanding(&self) -> usize {
         self.outstanding
+    }
+
+    /// A command will probably come soon: the thread, if it sleeps, wakes and looks for it. So the time
+    /// that a wake takes passes while the command is being decided on.
+    pub(super) fn expect(&self) {
+        if self.sleep.sleeping.load(Ordering::Relaxed)
+            && !self.sleep.expected.swap(true, Ordering::Relaxed)
+            && let Some(thread) = &self.thread
+        {
+            thread.thread().unpark();
+        }
     }
 
     /// Lets the thread return once everything submitted has ended.
@@ -108,12 +131,20 @@ impl Drop for Lane {
     }
 }
 
+/// What both ends know of the thread's sleep. Hints: no order depends on them.
+#[derive(Default)]
+struct Sleep {
+    sleeping: AtomicBool,
+    expected: AtomicBool,
+}
+
 /// The thread's end.
 pub(super) struct Queues {
     commands: HeapCons<CopyCommand>,
     ends: HeapProd<CopyEnd>,
     notify: ControlRinger,
     state: Arc<AtomicU8>,
+    sleep: Arc<Sleep>,
 }
 
 impl Queues {
@@ -141,18 +172,31 @@ impl Queues {
     /// Waits for a command or a change of state: spins while that has been paying off, then parks.
     pub(super) fn wait(&self, spin: &mut Spin) {
         if let Some(window) = spin.due() {
-            let ready = || !self.commands.is_empty() || self.state() != State::Run;
-            let start = Instant::now();
-            while start.elapsed() < window {
-                if ready() {
-                    return spin.note(true);
-                }
-                std::hint::spin_loop();
+            let came = self.look_for(window);
+            spin.note(came);
+            if came {
+                return;
             }
-            spin.note(false);
         }
+        self.sleep.sleeping.store(true, Ordering::Relaxed);
         // A submit since the last look at the queue left a token that makes this return at once.
         thread::park_timeout(PARK_MAX);
+        self.sleep.sleeping.store(false, Ordering::Relaxed);
+        if self.sleep.expected.swap(false, Ordering::Relaxed) {
+            self.look_for(EXPECT_WINDOW);
+        }
+    }
+
+    /// Spins until there is a command or a change of state; false when neither came in time.
+    fn look_for(&self, window: Duration) -> bool {
+        let start = Instant::now();
+        while start.elapsed() < window {
+            if !self.commands.is_empty() || self.state() != State::Run {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
     }
 }
 
@@ -165,5 +209,6 @@ pub(super) fn queues(
     let (commands, taken) = HeapRb::new(super::COMMANDS_MAX).split();
     let (ended, ends) = HeapRb::new(super::COMMANDS_MAX).split();
     let state = Arc::new(AtomicU8::new(state as u8));
-    (commands, ends, Queues { commands: taken, ends: ended, notify, state })
+    let sleep = Arc::new(Sleep::default());
+    (commands, ends, Queues { commands: taken, ends: ended, notify, state, sleep })
 }

@@ -37,6 +37,9 @@ pub trait Device: Send {
     #[expect(clippy::result_large_err, reason = "a refused command comes back whole")]
     fn submit(&mut self, command: CopyCommand) -> Result<(), CopyCommand>;
 
+    /// Commands for `region` will probably come soon. A hint, for devices whose threads sleep deeply.
+    fn expect(&mut self, _region: &DeviceRegion) {}
+
     /// The end of one command, if any is waiting. From then on the device touches neither its pages
     /// nor its DRAM.
     fn poll(&mut self) -> Option<CopyEnd>;

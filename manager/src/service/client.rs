@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use orbitkv_shm_protocol::ids::{EngineId, OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::layout::PAGES_PER_REQUEST_MAX;
 use orbitkv_shm_protocol::record::{
-    BadField, Completion, PageEntry, PageResult, Request, RequestBody,
+    BadField, Completion, PageEntry, PageResult, Request, RequestBody, RequestKind,
 };
 use orbitkv_shm_protocol::ring::{PushError, RingViolation};
 use orbitkv_shm_protocol::segment::ManagerSide;
 use orbitkv_shm_protocol::telemetry::SessionState;
 
 use super::{PAGES_PER_TURN, REQUESTS_PER_TURN, RegionHandle, stores_done_word};
-use crate::core::{Event, Nanos, SessionView};
+use crate::core::{Event, Nanos, RegionKind, SessionView};
 use crate::device::{CopyError, DeviceEvent};
 use crate::endpoint::SessionReady;
 use crate::telemetry::SessionSlot;
@@ -39,6 +39,8 @@ pub(super) struct Client {
     dirty: bool,
     /// An index of its rings moved since telemetry was told.
     moved: bool,
+    /// A query of it has found pages since the reactor last looked.
+    pub(super) has_hit: bool,
     /// What it was found to have done while nobody could be told.
     pub(super) violation: Option<RingViolation>,
 }
@@ -96,6 +98,7 @@ impl Client {
             last_progress_ns: now,
             dirty: false,
             moved: false,
+            has_hit: false,
             violation: None,
         }
     }
@@ -116,6 +119,12 @@ impl Client {
             self.regions.resize_with(index + 1, || None);
         }
         self.regions[index] = Some(region);
+    }
+
+    /// A region on a GPU, if it has one.
+    pub(super) fn gpu_region(&self) -> Option<&RegionHandle> {
+        let mut regions = self.regions.iter().flatten();
+        regions.find(|region| region.kind() == RegionKind::Gpu)
     }
 
     pub(super) fn region(&self, id: RegionId) -> Option<RegionHandle> {
@@ -223,6 +232,7 @@ impl Client {
     ) {
         self.completed += 1;
         self.moved = true;
+        self.has_hit |= completion.kind == RequestKind::Query && completion.pages > 0;
         if self.closed {
             // Nobody takes the record any more, but a stream of the engine may wait for the word.
             return self.settle_done_word(completion);

@@ -28,7 +28,8 @@ use orbitkv_shm_protocol::spin::Spin;
 
 use super::lane::{Lane, Queues};
 use super::{
-    COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceEvent, DeviceMemory, PeerHandle,
+    COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceEvent, DeviceMemory, DeviceRegion,
+    PeerHandle,
 };
 use crate::image::ImageMemory;
 use crate::pool::DramPool;
@@ -107,9 +108,9 @@ impl CudaDevice {
         }
     }
 
-    /// Number of the GPU whose memory a command names.
-    fn gpu_of(command: &CopyCommand) -> Option<usize> {
-        match command.region.memory(0)? {
+    /// Number of the GPU whose memory a region has.
+    fn gpu_of(region: &DeviceRegion) -> Option<usize> {
+        match region.memory(0)? {
             DeviceMemory::Cuda(memory) => Some(memory.gpu() as usize),
             DeviceMemory::Host(_) => None,
         }
@@ -141,7 +142,7 @@ impl Device for CudaDevice {
         if self.stopped || self.outstanding[direction] >= COMMANDS_MAX {
             return Err(command);
         }
-        let lane = Self::gpu_of(&command).map_or(Ok(None), |gpu| self.lane(gpu));
+        let lane = Self::gpu_of(&command.region).map_or(Ok(None), |gpu| self.lane(gpu));
         match lane {
             Ok(Some(lane)) => lane.submit(command)?,
             Ok(None) | Err(_) => {
@@ -161,6 +162,13 @@ impl Device for CudaDevice {
         }
         self.outstanding[direction] += 1;
         Ok(())
+    }
+
+    fn expect(&mut self, region: &DeviceRegion) {
+        let lane = Self::gpu_of(region).and_then(|gpu| self.lanes.get(gpu));
+        if let Some(Some(lane)) = lane {
+            lane.expect();
+        }
     }
 
     fn poll(&mut self) -> Option<CopyEnd> {
