@@ -294,7 +294,7 @@ impl Service {
     /// Nothing to do: spin a little, then sleep until somebody rings or time is up.
     fn rest(&mut self) {
         let now = self.clock.now();
-        if self.waiting.may_spin(now) {
+        if self.waiting.may_spin(now, self.device.outstanding() > 0) {
             return self.look_at_rings();
         }
         if self.telemetry.due(now) {

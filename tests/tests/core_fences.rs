@@ -10,7 +10,11 @@ use orbitkv_tests::world::{Fate, Work, World, chain, is_copy, pages, spec};
 
 /// One page a copy command.
 fn page_by_page(pool: u64) -> Rig {
-    let config = CoreConfig { copy_quantum_bytes: PAGE, ..generous(pool * PAGE) };
+    let config = CoreConfig {
+        copy_quantum_bytes: PAGE,
+        gpu_copy_quantum_bytes: PAGE,
+        ..generous(pool * PAGE)
+    };
     Rig::new(config, &[], spec("model", PAGE))
 }
 

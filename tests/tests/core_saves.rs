@@ -27,6 +27,40 @@ fn page_by_page(pool: u64) -> Rig {
     Rig::new(config, &[], spec("model", PAGE))
 }
 
+/// A device then moves them by few orders, on a GPU as many as one command takes.
+#[test]
+fn pages_of_a_save_lie_in_its_order_and_one_command_of_a_gpu_takes_them() {
+    let large = 4 << 20;
+    let mut rig = Rig::new(generous(16 * large), &[], spec("model", large));
+    let Seat { session, scope, .. } = rig.seat;
+    let on_gpu = rig.world.fenced_region(session, scope, 8);
+    let event = rig.world.events(session, 1);
+    for (branch, len, on_host) in [(1, 3, true), (2, 8, false)] {
+        let (region, fence) = match on_host {
+            true => (rig.seat.region, None),
+            false => (on_gpu, Some(event)),
+        };
+        let entries = pages(&chain(branch, len));
+        let save = rig.world.save_after(session, region, &entries, 0, fence);
+        let mut offsets = vec![];
+        let mut commands = 0;
+        for work in &rig.world.work {
+            let Work::Copy { pages, .. } = work else { continue };
+            commands += 1;
+            offsets.extend(pages.iter().map(|page| page.extent.offset));
+        }
+        let step = |pair: &[u64]| pair[1] == pair[0] + large;
+        assert!(offsets.windows(2).all(step), "{offsets:?}");
+        // The host's go out one by one, two at a time.
+        assert_eq!(commands, if on_host { 2 } else { 1 });
+        if let Some(event) = fence {
+            rig.world.pass(session, event);
+        }
+        rig.world.settle();
+        assert_eq!(rig.world.ended(session, save).completion.pages, len as u32);
+    }
+}
+
 #[test]
 fn a_save_without_memory_refuses_the_rest_of_that_chain_only() {
     let mut rig = Rig::dram(8);

@@ -36,9 +36,14 @@ impl Busy {
                 let _gone = failure.send(error);
             }
         });
-        let begun = Instant::now();
         let worker = Some(worker);
-        Ok(Self { counted, stop, worker, failed, last: (begun, 0) })
+        let mut busy = Self { counted, stop, worker, failed, last: (Instant::now(), 0) };
+        // The driver takes a while to start.
+        while busy.counted.load(Ordering::Relaxed) == 0 {
+            thread::sleep(KERNEL);
+            busy.rate()?;
+        }
+        Ok(busy)
     }
 
     /// Kernels a second since the last call.

@@ -152,6 +152,8 @@ impl Field for CudaField {
         let event = event.ok_or_else(|| BenchError::Wrong("every event is in use".into()))?;
         // SAFETY: the stream lives as long as `self`.
         unsafe { self.events.record(event, self.streams[0].raw())? };
+        // How fast the GPU comes to an event is nothing of the copy, which raw begins without one.
+        self.streams[0].wait()?;
         Ok(Some(event))
     }
 

@@ -334,9 +334,10 @@ impl Attached {
             if ours {
                 let lease = self.hit(first)?;
                 self.field.poison()?;
+                let fence = self.field.fence()?;
                 let begin = clock::now_ns();
                 let mut operations =
-                    [self.stage_save(second)?, self.stage_restore(first, &lease, false)?];
+                    [self.stage_save(second, fence)?, self.stage_restore(first, &lease, false)?];
                 let seen = self.finish(&mut operations)?;
                 both.ours_ns.push(seen - begin);
                 self.take(operations)?;
@@ -359,8 +360,9 @@ impl Attached {
     }
 
     fn timed_save(&mut self, seed: u32, into: &mut Copies) -> Result<(), BenchError> {
+        let fence = self.field.fence()?;
         let begin = clock::now_ns();
-        let operations = [self.stage_save(seed)?];
+        let operations = [self.stage_save(seed, fence)?];
         self.timed(begin, operations, into)
     }
 
@@ -391,8 +393,7 @@ impl Attached {
         Ok(())
     }
 
-    fn stage_save(&mut self, seed: u32) -> Result<Begun, BenchError> {
-        let fence = self.field.fence()?;
+    fn stage_save(&mut self, seed: u32, fence: Option<u32>) -> Result<Begun, BenchError> {
         let blocks = blocks(seed, &self.from);
         let options = SaveOptions { fence, ..SaveOptions::default() };
         let staged = self.client.save_chains(&self.region, &[(&blocks).into()], options);

@@ -31,8 +31,8 @@ pub(super) trait Field {
     /// Offers every allocation, in order.
     fn register(&mut self, client: &mut Client) -> Result<Vec<Memory>, BenchError>;
 
-    /// An event behind everything that was done to the pages; none where nothing needs one. It
-    /// belongs to one operation until [`end_fence`](Self::end_fence).
+    /// An event behind everything that was done to the pages, which it has passed; none where nothing
+    /// needs one. It belongs to one operation until [`end_fence`](Self::end_fence).
     fn fence(&mut self) -> Result<Option<u32>, BenchError>;
 
     /// The operation has ended.

@@ -187,8 +187,6 @@ fn beside_busy(
     crew: &mut Crew,
     step: &mut dyn FnMut(),
 ) -> Result<Beside, BenchError> {
-    // Until its kernels run.
-    thread::sleep(slice);
     rate_of(busy.measure()?)?;
     thread::sleep(slice);
     let mut beside = Beside::new(rate_of(busy.measure()?)?);

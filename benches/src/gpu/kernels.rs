@@ -285,6 +285,7 @@ mod tests {
     /// Goal: what ships is for old drivers too, and has every kernel that is asked for.
     #[test]
     fn the_ptx_has_every_kernel() {
+        assert!(CString::new(PTX).is_ok(), "the driver reads to the first zero");
         assert!(PTX.contains(".version 8.2") && PTX.contains(".target sm_70"));
         for kernel in ["spin", "spin_until", "work", "fill", "compare", "gather", "scatter"] {
             assert!(PTX.contains(&format!(".visible .entry {kernel}(")), "{kernel}");

@@ -69,8 +69,9 @@ impl Buffer {
         // SAFETY: the whole allocation.
         let set = unsafe { sys::cuMemsetD8_v2(self.address, byte, self.bytes as usize) };
         CudaError::check(set, "set memory of the GPU", ADVICE)?;
-        // SAFETY: no argument.
-        let waited = unsafe { sys::cuCtxSynchronize() };
+        // SAFETY: the default stream always lives. Other streams here do not wait for it, nor it for
+        // them.
+        let waited = unsafe { sys::cuStreamSynchronize(ptr::null_mut()) };
         CudaError::check(waited, "wait for the GPU", ADVICE)
     }
 

@@ -84,7 +84,7 @@ impl Gpu {
     fn retain(device: CUdevice) -> Result<Self, CudaError> {
         let mut uuid = MaybeUninit::<sys::CUuuid>::uninit();
         // SAFETY: only writes `uuid`.
-        let read = unsafe { sys::cuDeviceGetUuid(uuid.as_mut_ptr(), device) };
+        let read = unsafe { sys::cuDeviceGetUuid_v2(uuid.as_mut_ptr(), device) };
         driver::check(read, "read the UUID of a GPU", ADVICE_GENERAL)?;
         // SAFETY: success means written.
         let uuid = unsafe { uuid.assume_init() };
@@ -137,18 +137,17 @@ impl Gpu {
         let (mut base, mut size) = (0, 0);
         // SAFETY: writes `base` and `size` only; an address of nobody is an error.
         let found = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, address) };
-        driver::check(
-            found,
-            "find the allocation of device memory",
-            "give the address of memory that cuMemAlloc made and that was not freed",
-        )?;
+        if found != CUresult::CUDA_SUCCESS {
+            // The address is one of this GPU, as was found above.
+            return Err(CudaError::NotExportable { address, name: driver::name(found) });
+        }
         let mut handle = MaybeUninit::<sys::CUipcMemHandle>::uninit();
         // SAFETY: only writes `handle`.
         let exported = unsafe { sys::cuIpcGetMemHandle(handle.as_mut_ptr(), base) };
         let allocation_bytes = size as u64;
         match exported {
             CUresult::CUDA_SUCCESS => {}
-            CUresult::CUDA_ERROR_INVALID_VALUE => {
+            CUresult::CUDA_ERROR_INVALID_VALUE | CUresult::CUDA_ERROR_NOT_SUPPORTED => {
                 return Err(CudaError::NotExportable { address, name: driver::name(exported) });
             }
             error => driver::check(
@@ -158,9 +157,8 @@ impl Gpu {
                  memory that cuMemAlloc made",
             )?,
         }
+        // Only now: in virtual memory the range is no allocation, and to exceed it not the cause.
         let offset = address - base;
-        // In virtual memory the range is one mapping, not what was reserved: only now is it sure
-        // that this is a whole allocation.
         if offset.checked_add(bytes).is_none_or(|end| end > allocation_bytes) {
             return Err(CudaError::OutOfAllocation { address, bytes, base, allocation_bytes });
         }

@@ -216,6 +216,8 @@ pub struct Core {
     guard: u64,
     /// Namespaces with forgotten pages that wait to be dropped.
     doomed: Vec<NamespaceId>,
+    /// Buffer of a save.
+    extents_of_save: Vec<Extent>,
     /// Pages whose children wait to be dropped or to lose their place on SSD, with what is counted
     /// of those that wait to be written.
     unsettled: Vec<(PageId, SpillOutcome)>,
@@ -267,6 +269,7 @@ impl Core {
             reclaim_after: 0,
             guard: 0,
             doomed: Vec::new(),
+            extents_of_save: Vec::new(),
             unsettled: Vec::new(),
             cuts: 1,
             rested: Vec::new(),

@@ -118,6 +118,18 @@ impl Core {
                 }
             }
         }
+        self.align_extents(entries);
+    }
+
+    /// Gives the memory that the pages of a save got to them in its order: a device moves pages that
+    /// follow each other on both sides by few orders, and large extents are cut from the back.
+    fn align_extents(&mut self, entries: &mut [Entry]) {
+        let mut extents = std::mem::take(&mut self.extents_of_save);
+        extents.extend(entries.iter().filter_map(|entry| entry.extent));
+        extents.sort_unstable_by_key(|extent| (extent.arena, extent.offset));
+        let holders = entries.iter_mut().filter_map(|entry| entry.extent.as_mut());
+        holders.zip(extents.drain(..)).for_each(|(held, extent)| *held = extent);
+        self.extents_of_save = extents;
     }
 
     /// Touches what exists of the chains, tail first, marks it, and pins the parents that the
