@@ -177,6 +177,17 @@ impl Bench {
         hash: PageHash,
         image_bytes: u32,
     ) -> (Ticket, ImageIdentity) {
+        self.write_summed(slot, hash, image_bytes, true)
+    }
+
+    /// [`write_at`](Self::write_at), with or without the checksum of the image.
+    fn write_summed(
+        &mut self,
+        slot: Slot,
+        hash: PageHash,
+        image_bytes: u32,
+        is_summed: bool,
+    ) -> (Ticket, ImageIdentity) {
         let extent = self.extent(image_bytes);
         self.generation += 1;
         let content = content(hash, image_bytes);
@@ -187,17 +198,19 @@ impl Bench {
             parent: None,
             image_bytes,
             generation: self.generation,
-            checksum: checksum(&content),
+            checksum: Some(checksum(&content)),
         };
         let ticket = self.ticket();
-        self.tier.submit_write(WriteOrder { ticket, extent, slot, image }).unwrap();
+        let checksum = image.checksum.filter(|_| is_summed);
+        let ordered = ImageIdentity { checksum, ..image };
+        self.tier.submit_write(WriteOrder { ticket, extent, slot, image: ordered }).unwrap();
         (ticket, image)
     }
 
     fn write(&mut self, hash: PageHash, image_bytes: u32) -> RecoveredPage {
         let slot = self.slot(image_bytes);
         let (ticket, image) = self.write_at(slot, hash, image_bytes);
-        assert_eq!(self.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        assert_eq!(self.fault_of(ticket), None);
         RecoveredPage { slot, image }
     }
 
@@ -210,7 +223,7 @@ impl Bench {
                 slot: page.slot,
                 extent,
                 image_bytes: page.image.image_bytes,
-                checksum: page.image.checksum,
+                checksum: page.image.checksum.unwrap(),
             })
             .unwrap();
         (ticket, extent)
@@ -250,6 +263,12 @@ impl Bench {
         | SsdEnd::Forget { ticket: ended, .. }) = end;
         assert_eq!(ended, ticket);
         end
+    }
+
+    /// How the write of a ticket, the only one that is out, ended.
+    fn fault_of(&mut self, ticket: Ticket) -> Option<IoFault> {
+        let SsdEnd::Write { fault, .. } = self.end_of(ticket) else { panic!("no write") };
+        fault
     }
 
     fn forget(&mut self, namespace: [u8; 32], generation: u64) {
@@ -334,7 +353,7 @@ fn pages_of_all_lengths_side_by_side_come_back_whole() {
                 }
             }
             while !out.is_empty() {
-                let SsdEnd::Write { ticket, fault } = bench.end() else { panic!() };
+                let SsdEnd::Write { ticket, fault, .. } = bench.end() else { panic!() };
                 assert_eq!(fault, None);
                 pages.push(out.remove(&ticket).expect("each ends once"));
             }
@@ -365,6 +384,40 @@ fn pages_of_all_lengths_side_by_side_come_back_whole() {
         let counts = check(&path);
         assert_eq!((counts.valid, counts.torn, counts.stale), (pages.len() as u64, 0, 0));
         assert_eq!(counts.slots, counts.valid + counts.empty);
+    }
+}
+
+/// Goal: the tier sums what came without a checksum and tells what it was, also what was ordered last
+/// before a stop. Method: one at a time, so that a writer that sleeps has to hear of it; then many.
+#[test]
+fn images_without_a_checksum_are_summed_on_their_way() {
+    for engine in engines() {
+        let folder = folder();
+        let config = config(&folder.path().join("tier"), 200 * MIB, engine);
+        let mut bench = Bench::open(&config);
+        let length = |number: u64| if number.is_multiple_of(3) { 2048 * KIB } else { 64 * KIB };
+        let mut pages = Vec::new();
+        for number in 0..6 {
+            let slot = bench.slot(length(number));
+            let (ticket, image) = bench.write_summed(slot, hash(number), length(number), false);
+            let checksum = image.checksum;
+            assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None, checksum });
+            pages.push(RecoveredPage { slot, image });
+        }
+        for number in 6..18 {
+            let slot = bench.slot(length(number));
+            let is_summed = number.is_multiple_of(2);
+            let (_, image) = bench.write_summed(slot, hash(number), length(number), is_summed);
+            pages.push(RecoveredPage { slot, image });
+        }
+        let ends = bench.tier.stop(Duration::from_secs(30));
+        assert_eq!(ends.len(), 12);
+        assert!(ends.iter().all(|end| matches!(end, SsdEnd::Write { fault: None, .. })));
+        let mut again = Bench::open(&config);
+        for page in pages {
+            assert_eq!(again.page(page.image.hash), Some(page));
+            assert_eq!(again.read(&page), None);
+        }
     }
 }
 
@@ -520,7 +573,7 @@ fn a_torn_slot_is_a_miss_whichever_part_is_new() {
     assert_eq!(again.read(&old), Some(IoFault::Checksum));
     // The same slot anew: footer and image belong together again.
     let (ticket, image) = again.write_at(old.slot, hash(4), 2048 * KIB);
-    assert_eq!(again.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+    assert_eq!(again.fault_of(ticket), None);
     drop(again.tier);
     // New footer, old second half.
     file.write_all_at(&half[1 << 20..], old.slot.offset + MIB).unwrap();
@@ -604,7 +657,7 @@ fn forgotten_namespaces_stay_forgotten_until_no_slot_needs_the_entry() {
         assert!(again.recovery.highest_generation >= mark);
         // The old slot is used anew: nothing needs the entry any more.
         let (ticket, _) = again.write_at(old.slot, hash(3), 64 * KIB);
-        assert_eq!(again.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        assert_eq!(again.fault_of(ticket), None);
         drop(again.tier);
         let third = Bench::open(&config);
         assert_eq!((third.recovery.forgotten.len(), third.recovery.needless.len()), (0, 1));
@@ -653,11 +706,11 @@ fn pages_whose_ancestor_is_gone_are_dropped_and_parents_come_first() {
                     parent: (level > 0).then(|| hash(base + level - 1)),
                     image_bytes: 16 * KIB,
                     generation: bench.generation,
-                    checksum: checksum(&content),
+                    checksum: Some(checksum(&content)),
                 };
                 let ticket = bench.ticket();
                 bench.tier.submit_write(WriteOrder { ticket, extent, slot, image }).unwrap();
-                assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+                assert_eq!(bench.fault_of(ticket), None);
                 RecoveredPage { slot, image }
             })
             .collect()
@@ -696,7 +749,7 @@ fn a_write_into_a_region_that_was_never_recorded_is_refused() {
     ] {
         let (ticket, _) = bench.write_at(slot, hash(1), 64 * KIB);
         let fault = Some(IoFault::Errno(22));
-        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault });
+        assert_eq!(bench.fault_of(ticket), fault);
     }
     bench.tier.stop(Duration::from_secs(30));
     assert_eq!(check(&path).valid, 0);
@@ -832,7 +885,7 @@ fn several_files_share_the_capacity_and_a_forget() {
     for device in 0..2 {
         let slot = Slot { device, ..slot };
         let (ticket, _) = bench.write_at(slot, hash(device.into()), 64 * KIB);
-        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        assert_eq!(bench.fault_of(ticket), None);
     }
     drop(bench.tier);
     let mut again = Bench::open(&config);
@@ -872,7 +925,7 @@ fn generations_go_on_above_those_of_a_life_that_had_lost_a_file() {
     for device in 0..2 {
         bench.tier.record_region(device, 0, slot_bytes).unwrap();
         let (ticket, _) = bench.write_at(slot(device, 0), hash(device.into()), 64 * KIB);
-        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        assert_eq!(bench.fault_of(ticket), None);
     }
     let mut given = bench.generation;
     drop(bench.tier);
@@ -890,7 +943,7 @@ fn generations_go_on_above_those_of_a_life_that_had_lost_a_file() {
         let base = bench.recovery.highest_generation;
         assert!(base >= given, "{base} after {given}");
         let (ticket, image) = bench.write_at(slot(takes, 1), hash(7), 64 * KIB);
-        assert_eq!(bench.end_of(ticket), SsdEnd::Write { ticket, fault: None });
+        assert_eq!(bench.fault_of(ticket), None);
         given = image.generation;
         drop(bench.tier);
         if let Some((file, length)) = file {
@@ -983,7 +1036,7 @@ fn a_full_queue_says_so_and_what_it_took_still_ends() {
             slot: page.slot,
             extent,
             image_bytes: 4 * KIB,
-            checksum: page.image.checksum,
+            checksum: page.image.checksum.unwrap(),
         };
         match bench.tier.submit_read(order) {
             Ok(()) => taken += 1,

@@ -462,7 +462,7 @@ pub(crate) mod ssd {
                 parent: Some(PageHash([4; 32])),
                 image_bytes: 4096,
                 generation: 5,
-                checksum: 6,
+                checksum: Some(6),
             },
         }
     }

@@ -61,6 +61,8 @@ struct Plan {
     hybrid: Option<[usize; 3]>,
     depth_max: usize,
     branches: u64,
+    /// Some of the devices do not sum what they save.
+    unsummed: bool,
     /// Of a thousand pieces of work.
     faults: u32,
     /// Work that ends for each request that is made, more or less.
@@ -153,6 +155,7 @@ impl Plan {
             hybrid,
             depth_max: rng.usize(3..14),
             branches: rng.u64(1..5),
+            unsummed: rng.bool(),
             faults: if rng.bool() { 0 } else { rng.u32(5..80) },
             speed: rng.u32(20..90),
         }
@@ -313,6 +316,7 @@ impl Simulation {
         // Mostly the oldest, at times any.
         let at = if self.rng.bool() { oldest } else { able[self.rng.usize(..able.len())] };
         let fate = self.fate(at);
+        self.world.sums = !self.plan.unsummed || self.rng.bool();
         self.world.finish(at, fate);
     }
 

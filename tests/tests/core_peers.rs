@@ -292,7 +292,11 @@ fn end(
             core.handle(now, Event::ReadEnded { ticket: *ticket, fault: io }, out);
         }
         Effect::Write { ticket, .. } => {
-            core.handle(now, Event::WriteEnded { ticket: *ticket, fault: io }, out);
+            core.handle(
+                now,
+                Event::WriteEnded { ticket: *ticket, fault: io, checksum: Some(7) },
+                out,
+            );
         }
         Effect::RecordForget { ticket, .. } => {
             core.handle(now, Event::ForgetRecorded { ticket: *ticket, fault: io }, out);
@@ -310,7 +314,7 @@ fn unknown_tickets_are_ignored() {
     for number in [0, 1, u64::MAX, 1 << 32] {
         let ticket = Ticket(number);
         core.handle(1, Event::ReadEnded { ticket, fault: None }, &mut out);
-        core.handle(1, Event::WriteEnded { ticket, fault: None }, &mut out);
+        core.handle(1, Event::WriteEnded { ticket, fault: None, checksum: None }, &mut out);
         core.handle(1, Event::ForgetRecorded { ticket, fault: None }, &mut out);
         let event = Event::Copied { ticket, pages_done: 1, fault: None, checksums: &[1] };
         core.handle(1, event, &mut out);

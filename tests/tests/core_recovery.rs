@@ -168,7 +168,7 @@ fn footer(hash: u8, parent: Option<u8>, generation: u64) -> ImageIdentity {
         parent: parent.map(|parent| PageHash([parent; 32])),
         image_bytes: PAGE as u32,
         generation,
-        checksum: 0,
+        checksum: Some(0),
     }
 }
 

@@ -255,7 +255,7 @@ impl Ours {
             parent: None,
             image_bytes: field.page_bytes,
             generation: self.generation,
-            checksum: buffers.checksums[buffer],
+            checksum: Some(buffers.checksums[buffer]),
         };
         let ticket = Ticket(WRITE | u64::from(index));
         let (extent, slot) = (buffers.writes[buffer], field.slot(index));

@@ -64,8 +64,9 @@ pub struct ImageIdentity {
     pub image_bytes: u32,
     /// Orders slots that hold the same page: the highest wins. Below [`GENERATIONS_END`].
     pub generation: u64,
-    /// xxh3-64 of the image.
-    pub checksum: u64,
+    /// xxh3-64 of the image. `None` when the device that filled it did not sum: then whoever writes
+    /// the footer does.
+    pub checksum: Option<u64>,
 }
 
 /// No slot with this generation or a higher one is ever found again. No drive lives to see it, but

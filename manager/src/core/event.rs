@@ -59,7 +59,8 @@ pub enum Event<'a> {
         pages_done: u32,
         /// Why it stopped before the last page.
         fault: Option<CopyFault>,
-        /// Save only: checksum of each image, in the order of the command; `pages_done` of them.
+        /// Save only: checksum of each image, in the order of the command; `pages_done` of them, or
+        /// none of a device that does not sum.
         checksums: &'a [u64],
     },
     /// An SSD read ended. The ring no longer owns the DRAM.
@@ -75,6 +76,8 @@ pub enum Event<'a> {
         ticket: Ticket,
         /// `None` when image and footer were both accepted in full.
         fault: Option<IoFault>,
+        /// What the footer says of the image; `None` when it ended before that was known.
+        checksum: Option<u64>,
     },
     /// A forgotten namespace is recorded and synced on every device.
     ForgetRecorded {

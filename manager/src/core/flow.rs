@@ -438,7 +438,7 @@ impl Core {
             match direction {
                 Direction::Save if good => {
                     entry.state = EntryState::Copied;
-                    entry.checksum = checksums.get(offset as usize).copied().unwrap_or(0);
+                    entry.checksum = checksums.get(offset as usize).copied();
                 }
                 Direction::Restore if good => entry.end(PageOutcome::Restored, Code::None),
                 _ => entry.end(PageOutcome::Refused, code),
@@ -640,7 +640,7 @@ impl Core {
             None => {
                 self.stats.ssd_pages_read += 1;
                 self.stats.ssd_bytes_read += bytes;
-                found.checksum = found.slot_checksum;
+                found.checksum = Some(found.slot_checksum);
                 self.wake_wanting(page);
             }
             Some(fault) => {

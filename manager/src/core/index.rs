@@ -33,8 +33,8 @@ pub(super) struct Page {
     pub(super) extent: Option<Extent>,
     /// SSD replica.
     pub(super) slot: Option<Slot>,
-    /// xxh3-64 of the image in DRAM.
-    pub(super) checksum: u64,
+    /// xxh3-64 of the image in DRAM, where that is known.
+    pub(super) checksum: Option<u64>,
     /// xxh3-64 of the image on SSD. Two computations of a page need not agree in every bit, so the
     /// two replicas may differ and be equally good.
     pub(super) slot_checksum: u64,
@@ -157,7 +157,7 @@ impl PageSlab {
             links: [Link::ABSENT; LINKS],
             extent: None,
             slot: None,
-            checksum: 0,
+            checksum: None,
             slot_checksum: 0,
             generation: 0,
             pins: 0,

@@ -47,7 +47,7 @@ pub(super) struct Entry {
     pub(super) page: Option<PageId>,
     /// Save: memory that the copy fills, owned by the job until the commit.
     pub(super) extent: Option<Extent>,
-    pub(super) checksum: u64,
+    pub(super) checksum: Option<u64>,
 }
 
 /// A page that a query or hint brings in from SSD.
@@ -303,7 +303,7 @@ impl Entry {
             restorable: false,
             page: None,
             extent: None,
-            checksum: 0,
+            checksum: None,
         }
     }
 

@@ -117,7 +117,8 @@ impl Core {
         debug_assert!(self.pages[page].slot.is_none());
         self.pages[page].slot = Some(slot);
         self.pages[page].generation = image.generation;
-        self.pages[page].slot_checksum = image.checksum;
+        // A footer that was written has one.
+        self.pages[page].slot_checksum = image.checksum.unwrap_or_default();
         let namespace = self.pages[page].namespace;
         self.namespaces.get_mut(namespace).ssd_pages += 1;
         self.ssd_pages += 1;

@@ -302,7 +302,9 @@ impl Core {
                 self.copied(now, ticket, pages_done, fault, checksums, out);
             }
             Event::ReadEnded { ticket, fault } => self.read_ended(now, ticket, fault, out),
-            Event::WriteEnded { ticket, fault } => self.write_ended(ticket, fault, out),
+            Event::WriteEnded { ticket, fault, checksum } => {
+                self.write_ended(ticket, fault, checksum, out);
+            }
             Event::ForgetRecorded { ticket, fault } => {
                 self.forget_recorded(now, ticket, fault, out);
             }

@@ -342,6 +342,7 @@ impl Core {
         &mut self,
         ticket: Ticket,
         fault: Option<IoFault>,
+        checksum: Option<u64>,
         out: &mut Effects,
     ) {
         let Work::Write { page, slot, image, bytes } = self.flow.end(ticket) else { return };
@@ -350,6 +351,9 @@ impl Core {
         let found = &mut self.pages[page];
         found.writing = false;
         found.io -= 1;
+        let image = ImageIdentity { checksum: image.checksum.or(checksum), ..image };
+        // It need not be summed again for another slot.
+        found.checksum = image.checksum;
         // Its parent's write may have failed meanwhile.
         let parent = self.pages.parent(page);
         let found_again = parent.is_none_or(|parent| self.has_place_on_ssd(parent));

@@ -136,7 +136,9 @@ impl Storage {
         };
         Some(match end {
             SsdEnd::Read { ticket, fault } => Event::ReadEnded { ticket, fault },
-            SsdEnd::Write { ticket, fault } => Event::WriteEnded { ticket, fault },
+            SsdEnd::Write { ticket, fault, checksum } => {
+                Event::WriteEnded { ticket, fault, checksum }
+            }
             SsdEnd::Forget { ticket, fault } => Event::ForgetRecorded { ticket, fault },
         })
     }

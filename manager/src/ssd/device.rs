@@ -1,4 +1,4 @@
-//! One file with its three threads: a reader, a verifier and a writer.
+//! One file with its three threads: a reader, a verifier and a writer; the latter may start one more.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,6 +21,7 @@ use super::metadata::Metadata;
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
 use super::pulse::Pulse;
 use super::reader::{READ_DEPTH, Reader};
+use super::summer::Summer;
 use super::verifier::Verifier;
 use super::wake::Wake;
 use super::worker::{self, Control, Duty};
@@ -144,8 +145,10 @@ impl Device {
             spawn_worker("ssd-read", shared, spec(READ_DEPTH, &read.wake), orders, duty)?;
 
         let (write, orders, ends) = Side::new(WRITE_QUEUE + RECORD_QUEUE, WRITE_QUEUE, 1)?;
+        let summer = Summer::new(shared.memory.clone(), write.wake.clone(), shared.alive.clone());
         let parts = WriterParts {
             metadata,
+            summer,
             counters: counters.clone(),
             activity,
             pulse: write.pulse.clone(),

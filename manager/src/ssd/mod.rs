@@ -6,6 +6,9 @@
 //! ```text
 //!  reactor ── SsdTier ──▶ reader ──▶ verifier ──▶ ends     one of each for every file
 //!                    └──▶ writer ───────────────▶ ends     reader and writer own an I/O engine
+//!                          │  ▲
+//!                          ▼  │
+//!                         summer                           with the first image nobody has summed
 //!               ◀── recovery ◀── census ◀── scan           at a start: a scan for every file
 //! ```
 //!
@@ -33,6 +36,7 @@ pub mod probe;
 mod pulse;
 mod reader;
 mod recover;
+mod summer;
 mod survey;
 mod sweep;
 mod tier;

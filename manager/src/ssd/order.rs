@@ -53,7 +53,7 @@ pub struct WriteOrder {
     pub extent: Extent,
     /// To where, in a region whose slot length was recorded before.
     pub slot: Slot,
-    /// What the footer says.
+    /// What the footer says; its checksum is computed where there is none.
     pub image: ImageIdentity,
 }
 
@@ -73,6 +73,8 @@ pub enum SsdEnd {
         ticket: Ticket,
         /// `None` when image and footer were accepted in full.
         fault: Option<IoFault>,
+        /// What the footer says of the image; `None` when it ended before that was known.
+        checksum: Option<u64>,
     },
     /// Of [`SsdTier::record_forget`](super::SsdTier::record_forget).
     Forget {

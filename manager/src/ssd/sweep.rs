@@ -333,7 +333,7 @@ mod tests {
             parent: None,
             image_bytes: 4096,
             generation: number,
-            checksum: 0,
+            checksum: Some(0),
         };
         let footer =
             Footer { file: state.file, slot_offset: slot.offset, slot_bytes: slot.bytes, image };

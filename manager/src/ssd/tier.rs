@@ -247,7 +247,8 @@ impl SsdTier {
             Err(Refusal::Full) => Err(QueueFull),
             Err(Refusal::Off) => {
                 let fault = Some(IoFault::Off);
-                self.ended.push_back(SsdEnd::Write { ticket: order.ticket, fault });
+                let (ticket, checksum) = (order.ticket, order.image.checksum);
+                self.ended.push_back(SsdEnd::Write { ticket, fault, checksum });
                 Ok(())
             }
         }

@@ -71,7 +71,7 @@ pub fn verify(
         let found = |slot: Slot, found, bytes: Option<DramSlice<'_>>| {
             if let (Found::Footer(footer), Some(bytes)) = (found, bytes) {
                 let image = bytes.prefix(footer.image.image_bytes as usize);
-                let is_whole = image.is_some_and(|i| i.checksum() == footer.image.checksum);
+                let is_whole = image.is_some_and(|i| Some(i.checksum()) == footer.image.checksum);
                 checked.insert((slot.device, slot.offset), is_whole);
             }
             // What has no image, or came with it, is dealt with; other images are read afterwards.
@@ -173,7 +173,7 @@ impl Check<'_> {
                     slot: page.slot,
                     extent,
                     image_bytes: page.image.image_bytes,
-                    checksum: page.image.checksum,
+                    checksum: page.image.checksum.unwrap_or_default(),
                 });
             }
             self.reader.fill();

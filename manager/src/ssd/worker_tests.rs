@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -23,6 +23,7 @@ use super::metadata::{self, Metadata};
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
 use super::pulse::Pulse;
 use super::reader::Reader;
+use super::summer::Summer;
 use super::verifier::ReadResult;
 use super::wake::Wake;
 use super::worker::Duty;
@@ -345,6 +346,7 @@ impl WriteBench {
         let pulses: Arc<Mutex<Vec<Duration>>> = Arc::default();
         let parts = WriterParts {
             metadata: Metadata::new(file.clone(), state, counters.clone()),
+            summer: Summer::new(memory.clone(), Arc::new(Wake::new().unwrap()), channel().0),
             counters: counters.clone(),
             activity: Arc::new(ReadActivity::held_at(limit)),
             pulse: pulse.clone(),
@@ -363,11 +365,18 @@ impl WriteBench {
     }
 
     fn order(&mut self, number: u64, slot: Slot, image_bytes: u32) -> WriteOrder {
+        let order = self.prepare(number, slot, image_bytes);
+        self.writer.accept(WriterCommand::Write(order));
+        order
+    }
+
+    /// An order that is yet to be given, with its image in memory.
+    fn prepare(&self, number: u64, slot: Slot, image_bytes: u32) -> WriteOrder {
         let image = image_of(number, image_bytes);
         let bytes = padded(image_bytes.into()) as u32;
         let extent = Extent { arena: 0, offset: number % 8 * (1 << 20), bytes };
         assert!(self.memory.slice(extent).unwrap().fill_from(&image));
-        let order = WriteOrder {
+        WriteOrder {
             ticket: Ticket(number),
             extent,
             slot,
@@ -377,11 +386,9 @@ impl WriteBench {
                 parent: None,
                 image_bytes,
                 generation: number + 1,
-                checksum: checksum(&image),
+                checksum: Some(checksum(&image)),
             },
-        };
-        self.writer.accept(WriterCommand::Write(order));
-        order
+        }
     }
 
     fn finish(&mut self) -> HashMap<Ticket, Option<IoFault>> {
@@ -402,7 +409,8 @@ impl WriteBench {
     fn ended(&mut self) -> HashMap<Ticket, Option<IoFault>> {
         let mut ends = HashMap::new();
         for end in self.ends.pop_iter() {
-            let (SsdEnd::Write { ticket, fault } | SsdEnd::Forget { ticket, fault }) = end else {
+            let (SsdEnd::Write { ticket, fault, .. } | SsdEnd::Forget { ticket, fault }) = end
+            else {
                 panic!("{end:?}")
             };
             assert_eq!(ends.insert(ticket, fault), None, "each ends once");
@@ -421,8 +429,45 @@ impl WriteBench {
     fn is_whole(&self, order: &WriteOrder) -> bool {
         let at = order.slot.offset as usize;
         let sum = checksum(&self.disk.lock().unwrap()[at..at + order.image.image_bytes as usize]);
-        sum == order.image.checksum
+        Some(sum) == order.image.checksum
             && self.footer(order.slot).is_some_and(|footer| footer.image == order.image)
+    }
+}
+
+/// Goal: an image that nobody summed gets its footer, and whoever ordered it hears what that says; one
+/// that was summed does not wait for it. Method: both in turn, also with a stop while they are out.
+#[test]
+fn images_without_a_checksum_are_summed_on_their_way() {
+    for stopped in [false, true] {
+        let mut bench = WriteBench::new(|_| None, false);
+        bench.region(12288);
+        let mut orders = HashMap::new();
+        for number in 0..8 {
+            let order = bench.prepare(number, nth(12288, number as u32), 8192);
+            orders.insert(order.ticket, order);
+            let checksum = order.image.checksum.filter(|_| number % 2 == 0);
+            let image = ImageIdentity { checksum, ..order.image };
+            bench.writer.accept(WriterCommand::Write(WriteOrder { image, ..order }));
+        }
+        if stopped {
+            bench.writer.abandon();
+        }
+        let mut ends = HashMap::new();
+        while !bench.writer.is_idle() {
+            bench.writer.fill();
+            bench.writer.wait(&mut || false);
+            bench.writer.deliver();
+            std::thread::yield_now();
+        }
+        while let Some(end) = bench.ends.try_pop() {
+            let SsdEnd::Write { ticket, fault, checksum } = end else { panic!("{end:?}") };
+            let order = &orders[&ticket];
+            assert_eq!(checksum, order.image.checksum, "whoever ordered it hears of it");
+            assert_eq!(fault.is_none(), bench.is_whole(order));
+            assert!(stopped || fault.is_none(), "{fault:?}");
+            assert!(ends.insert(ticket, fault).is_none(), "each ends once");
+        }
+        assert_eq!(ends.len(), orders.len());
     }
 }
 

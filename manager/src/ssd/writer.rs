@@ -16,6 +16,7 @@ use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Tra
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
 use super::pulse::Pulse;
+use super::summer::Summer;
 use super::window::Window;
 use super::worker::Duty;
 use crate::core::FOOTER_BYTES;
@@ -28,6 +29,8 @@ pub(crate) const WRITE_DEPTH: u16 = 64;
 pub(crate) struct Writer {
     flight: Flight<WriteOrder>,
     backlog: VecDeque<WriterCommand>,
+    /// Where writes are on their way to the backlog whose images were not summed.
+    summer: Summer,
     /// The writes that are being sent: in the order of the disk.
     window: Window<WriteOrder>,
     open: Option<OpenPage>,
@@ -49,6 +52,7 @@ pub(crate) struct Writer {
 /// What a writer needs beside its engine.
 pub(crate) struct WriterParts {
     pub(crate) metadata: Metadata,
+    pub(crate) summer: Summer,
     pub(crate) counters: Arc<DeviceCounters>,
     pub(crate) activity: Arc<ReadActivity>,
     pub(crate) pulse: Arc<Pulse>,
@@ -70,6 +74,7 @@ impl Writer {
             flight: Flight::new(engine, Transfer::Write, parts.counters.clone())
                 .with_pulse(parts.pulse.clone()),
             backlog: VecDeque::new(),
+            summer: parts.summer,
             window: Window::new(),
             open: None,
             together: Vec::new(),
@@ -247,6 +252,12 @@ impl Writer {
         }
     }
 
+    fn take_summed(&mut self) {
+        while let Some(order) = self.summer.take() {
+            self.backlog.push_back(WriterCommand::Write(order));
+        }
+    }
+
     /// Tells telemetry, and the reader, what the kernel has.
     fn tell(&mut self) {
         self.counters.write_inflight_bytes.store(self.flight.image_bytes(), Ordering::Relaxed);
@@ -289,11 +300,21 @@ impl Duty for Writer {
     type Command = WriterCommand;
 
     fn accept(&mut self, command: WriterCommand) {
-        self.backlog.push_back(command);
+        match command {
+            // What is ordered meanwhile may overtake it: nothing that must come before it, since
+            // that was ordered before.
+            WriterCommand::Write(order) if order.image.checksum.is_none() => {
+                if let Some(summed) = self.summer.sum(order) {
+                    self.backlog.push_back(WriterCommand::Write(summed));
+                }
+            }
+            command => self.backlog.push_back(command),
+        }
     }
 
     fn fill(&mut self) {
         (self.pause, self.left_early) = (None, false);
+        self.take_summed();
         if self.pulse.is_hung() {
             // What the kernel does not have yet need not wait for what it keeps.
             self.abandon();
@@ -314,7 +335,8 @@ impl Duty for Writer {
         let waits = !self.backlog.is_empty() || !self.window.is_empty() || self.open.is_some();
         let pause = self.pause.filter(|_| waits);
         let pause = if self.left_early { Some(Duration::ZERO) } else { pause };
-        self.flight.wait_at_most(ready, pause);
+        let Self { flight, summer, .. } = self;
+        flight.wait_at_most(&mut || ready() || summer.has_summed(), pause);
         self.tell();
     }
 
@@ -322,7 +344,8 @@ impl Duty for Writer {
         let mut any = false;
         while let Some((order, fault)) = self.flight.take_ended() {
             self.counters.count_write(order.image.image_bytes, fault);
-            self.end(SsdEnd::Write { ticket: order.ticket, fault });
+            let (ticket, checksum) = (order.ticket, order.image.checksum);
+            self.end(SsdEnd::Write { ticket, fault, checksum });
             any = true;
         }
         // Once for all: the reactor takes what ended together in one turn.
@@ -333,12 +356,14 @@ impl Duty for Writer {
 
     fn is_idle(&self) -> bool {
         self.flight.is_idle()
+            && self.summer.is_idle()
             && self.backlog.is_empty()
             && self.window.is_empty()
             && self.open.is_none()
     }
 
     fn abandon(&mut self) {
+        self.take_summed();
         if let Some(open) = self.open.take() {
             self.flight.fail(open.page, IoFault::Off);
             self.flight.seal(open.page);

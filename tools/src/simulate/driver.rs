@@ -275,7 +275,9 @@ impl Simulation {
                 Event::Copied { ticket, pages_done, fault: None, checksums }
             }
             Effect::Read { ticket, .. } => Event::ReadEnded { ticket: *ticket, fault: None },
-            Effect::Write { ticket, .. } => Event::WriteEnded { ticket: *ticket, fault: None },
+            Effect::Write { ticket, .. } => {
+                Event::WriteEnded { ticket: *ticket, fault: None, checksum: None }
+            }
             Effect::RecordForget { ticket, .. } => {
                 Event::ForgetRecorded { ticket: *ticket, fault: None }
             }

@@ -66,7 +66,7 @@ impl Bench {
             parent: None,
             image_bytes: 4096,
             generation: ticket + 1,
-            checksum: 0,
+            checksum: Some(0),
         };
         let (extent, ticket) = (self.extent, Ticket(ticket));
         self.storage.order(Effect::Write { ticket, extent, slot, image });

@@ -32,7 +32,7 @@ pub struct Footer {
     pub slot_offset: u64,
     /// Length of the slot in bytes.
     pub slot_bytes: u32,
-    /// The page image at the start of the slot.
+    /// The page image at the start of the slot, with its checksum.
     pub image: ImageIdentity,
 }
 
@@ -68,7 +68,8 @@ impl Footer {
         put_u32(bytes, SLOT_BYTES_AT, self.slot_bytes);
         put_u32(bytes, IMAGE_BYTES_AT, self.image.image_bytes);
         put_u64(bytes, GENERATION_AT, self.image.generation);
-        put_u64(bytes, IMAGE_CHECKSUM_AT, self.image.checksum);
+        debug_assert!(self.image.checksum.is_some(), "nobody summed the image");
+        put_u64(bytes, IMAGE_CHECKSUM_AT, self.image.checksum.unwrap_or_default());
         seal(block);
     }
 
@@ -97,7 +98,7 @@ impl Footer {
                 parent: has_parent.then(|| PageHash(get_array(bytes, PARENT_AT))),
                 image_bytes: get_u32(bytes, IMAGE_BYTES_AT),
                 generation,
-                checksum: get_u64(bytes, IMAGE_CHECKSUM_AT),
+                checksum: Some(get_u64(bytes, IMAGE_CHECKSUM_AT)),
             },
         })
     }
@@ -129,7 +130,7 @@ mod tests {
                 parent: Some(PageHash([0xCC; 32])),
                 image_bytes: 0x0090_0000,
                 generation: 0x1112_1314_1516_1718,
-                checksum: 0x2122_2324_2526_2728,
+                checksum: Some(0x2122_2324_2526_2728),
             },
         }
     }
@@ -216,7 +217,7 @@ mod tests {
                     parent: parent.map(PageHash),
                     image_bytes,
                     generation,
-                    checksum,
+                    checksum: Some(checksum),
                 },
             };
             let mut block = Block::ZERO;
@@ -237,7 +238,7 @@ mod tests {
             let (mut old, mut new) = (Block::ZERO, Block::ZERO);
             example().encode(&mut old);
             Footer {
-                image: ImageIdentity { generation: 5, checksum: 6, ..example().image },
+                image: ImageIdentity { generation: 5, checksum: Some(6), ..example().image },
                 ..example()
             }.encode(&mut new);
             let cut = cut * 512;
