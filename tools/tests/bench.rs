@@ -254,8 +254,14 @@ fn bad_flags_are_2_and_a_bad_path_is_3_before_anything_starts() {
         (&["bench", "ssd", "--ssd", "F", "--page-bytes", "5000"], 2, "a multiple of 4KiB"),
         (&["bench", "ssd", "--ssd", "F", "--size", "64MiB"], 2, "raise --size"),
         (&["bench", "ssd", "--ssd", "/no/such/folder/F"], 3, "its folder does not exist"),
-        (&["bench", "everything"], 2, "unknown bench kind \"everything\"; accepted: control, ssd"),
-        (&["bench"], 2, "no bench kind; accepted: control, ssd"),
+        (&["bench", "device", "--shape", "5k"], 2, "must be one of 4k, "),
+        (&["bench", "device", "--beside-busy"], 2, "add --device cuda"),
+        (
+            &["bench", "everything"],
+            2,
+            "unknown bench kind \"everything\"; accepted: control, device, ssd",
+        ),
+        (&["bench"], 2, "no bench kind; accepted: control, device, ssd"),
     ] {
         let Output { status, stderr, .. } = place.command(arguments).output().unwrap();
         let complaint = String::from_utf8_lossy(&stderr);
