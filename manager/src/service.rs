@@ -493,6 +493,7 @@ impl Service {
                 ticket: end.ticket,
                 pages_done: end.pages_done,
                 fault: end.fault(),
+                ended_ns: end.ended_ns,
                 checksums: &end.checksums,
             };
             self.core.handle(now, copied, &mut self.effects);
@@ -685,6 +686,7 @@ impl Service {
                         ticket,
                         pages_done: 0,
                         fault: Some(CopyFault::Peer),
+                        ended_ns: published_ns,
                         checksums: &[],
                     };
                     self.core.handle(published_ns, copied, &mut self.effects);

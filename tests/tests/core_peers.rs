@@ -284,7 +284,7 @@ fn end(
             let ticket = *ticket;
             core.handle(
                 now,
-                Event::Copied { ticket, pages_done, fault, checksums: &checksums },
+                Event::Copied { ticket, pages_done, fault, ended_ns: now, checksums: &checksums },
                 out,
             );
         }
@@ -316,7 +316,8 @@ fn unknown_tickets_are_ignored() {
         core.handle(1, Event::ReadEnded { ticket, fault: None }, &mut out);
         core.handle(1, Event::WriteEnded { ticket, fault: None, checksum: None }, &mut out);
         core.handle(1, Event::ForgetRecorded { ticket, fault: None }, &mut out);
-        let event = Event::Copied { ticket, pages_done: 1, fault: None, checksums: &[1] };
+        let event =
+            Event::Copied { ticket, pages_done: 1, fault: None, ended_ns: 1, checksums: &[1] };
         core.handle(1, event, &mut out);
     }
     assert!(out.list.is_empty());

@@ -59,6 +59,8 @@ pub enum Event<'a> {
         pages_done: u32,
         /// Why it stopped before the last page.
         fault: Option<CopyFault>,
+        /// When the device saw its end: not later than it is told.
+        ended_ns: Nanos,
         /// Save only: checksum of each image, in the order of the command; `pages_done` of them, or
         /// none of a device that does not sum.
         checksums: &'a [u64],

@@ -24,6 +24,15 @@ use super::{Core, CoreConfig};
 const COPIES_PER_JOB_MAX: u32 = 2;
 const NIL: u32 = u32::MAX;
 
+/// See [`super::Event::Copied`].
+pub(super) struct CopyEnded<'a> {
+    pub(super) ticket: Ticket,
+    pub(super) pages_done: u32,
+    pub(super) fault: Option<CopyFault>,
+    pub(super) ended_ns: Nanos,
+    pub(super) checksums: &'a [u64],
+}
+
 /// Work that was ordered and has not ended.
 #[derive(Debug)]
 pub(super) enum Work {
@@ -399,15 +408,8 @@ impl Core {
         }
     }
 
-    pub(super) fn copied(
-        &mut self,
-        now: Nanos,
-        ticket: Ticket,
-        pages_done: u32,
-        fault: Option<CopyFault>,
-        checksums: &[u64],
-        out: &mut Effects,
-    ) {
+    pub(super) fn copied(&mut self, now: Nanos, end: &CopyEnded<'_>, out: &mut Effects) {
+        let CopyEnded { ticket, pages_done, fault, ended_ns, checksums } = *end;
         let Work::Copy { job: reference, session, direction, first, len, long } =
             self.flow.end(ticket)
         else {
@@ -424,7 +426,7 @@ impl Core {
             fence.passed = true;
         }
         job.copies -= 1;
-        job.copied_ns = now;
+        job.copied_ns = ended_ns;
         let code = match fault {
             None => Code::None,
             Some(CopyFault::Fence) => Code::BadFence,

@@ -53,7 +53,7 @@ use orbitkv_shm_protocol::record::{
 };
 
 use admission::Budget;
-use flow::Flow;
+use flow::{CopyEnded, Flow};
 use history::History;
 use index::{Index, PageId, PageSlab};
 use job::{JobRef, Jobs};
@@ -298,8 +298,9 @@ impl Core {
                     self.refuse_request(now, session, ended, Code::BadRequest, out);
                 }
             }
-            Event::Copied { ticket, pages_done, fault, checksums } => {
-                self.copied(now, ticket, pages_done, fault, checksums, out);
+            Event::Copied { ticket, pages_done, fault, ended_ns, checksums } => {
+                let end = CopyEnded { ticket, pages_done, fault, ended_ns, checksums };
+                self.copied(now, &end, out);
             }
             Event::ReadEnded { ticket, fault } => self.read_ended(now, ticket, fault, out),
             Event::WriteEnded { ticket, fault, checksum } => {

@@ -11,6 +11,7 @@ use ringbuf::traits::{Consumer, Observer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
 
 use super::{CopyCommand, CopyEnd};
+use crate::clock::Clock;
 
 /// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
 const PARK_MAX: Duration = Duration::from_secs(1);
@@ -60,6 +61,7 @@ impl Lane {
             notify,
             state: Arc::clone(&state),
             sleep: Arc::clone(&sleep),
+            clock: Clock::monotonic(),
         };
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || work(queues))?;
         let thread = Some(thread);
@@ -145,6 +147,7 @@ pub(super) struct Queues {
     notify: ControlRinger,
     state: Arc<AtomicU8>,
     sleep: Arc<Sleep>,
+    clock: Clock,
 }
 
 impl Queues {
@@ -162,7 +165,9 @@ impl Queues {
         self.commands.try_pop()
     }
 
+    /// Tells an end, stamped with the time.
     pub(super) fn end(&mut self, end: CopyEnd) {
+        let end = CopyEnd { ended_ns: self.clock.now(), ..end };
         // Cannot be full, see `Lane::start`.
         let pushed = self.ends.try_push(end);
         debug_assert!(pushed.is_ok(), "no room for the end of a copy");
@@ -210,5 +215,6 @@ pub(super) fn queues(
     let (ended, ends) = HeapRb::new(super::COMMANDS_MAX).split();
     let state = Arc::new(AtomicU8::new(state as u8));
     let sleep = Arc::new(Sleep::default());
-    (commands, ends, Queues { commands: taken, ends: ended, notify, state, sleep })
+    let clock = Clock::monotonic();
+    (commands, ends, Queues { commands: taken, ends: ended, notify, state, sleep, clock })
 }

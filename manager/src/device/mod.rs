@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use orbitkv_shm_protocol::segment::DoneWords;
 
-use crate::core::{CopyFault, CopyPage, Direction, RegionKind, Ticket};
+use crate::core::{CopyFault, CopyPage, Direction, Nanos, RegionKind, Ticket};
 
 pub use cuda::{
     CudaDevice, CudaError, CudaImportError, CudaImporter, CudaMemory, Gpu, Gpus, NoCuda,
@@ -169,6 +169,8 @@ pub struct CopyEnd {
     pub pages_done: u32,
     /// Why not all of them are.
     pub error: Option<CopyError>,
+    /// When the device saw it.
+    pub ended_ns: Nanos,
     /// Saves: xxh3-64 of the first `pages_done` images. Restores: empty.
     pub checksums: Vec<u64>,
     /// Of the command, for reuse.

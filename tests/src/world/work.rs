@@ -135,7 +135,8 @@ impl World {
             let client = self.client_mut(session);
             client.done_words.insert(operation.index, operation.done_word());
         }
-        self.handle(Event::Copied { ticket, pages_done: whole, fault, checksums: &checksums });
+        let (pages_done, ended_ns, checksums) = (whole, self.now, &checksums[..]);
+        self.handle(Event::Copied { ticket, pages_done, fault, ended_ns, checksums });
     }
 
     /// Ends all work in the order in which it was ordered, and what follows from it.

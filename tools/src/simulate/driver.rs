@@ -272,7 +272,7 @@ impl Simulation {
                 self.checksums.resize(wanted, 0);
                 let (ticket, pages_done) = (*ticket, pages.len() as u32);
                 let checksums = &self.checksums;
-                Event::Copied { ticket, pages_done, fault: None, checksums }
+                Event::Copied { ticket, pages_done, fault: None, ended_ns: self.now, checksums }
             }
             Effect::Read { ticket, .. } => Event::ReadEnded { ticket: *ticket, fault: None },
             Effect::Write { ticket, .. } => {

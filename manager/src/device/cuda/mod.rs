@@ -31,6 +31,7 @@ use super::{
     COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceEvent, DeviceMemory, DeviceRegion,
     PeerHandle,
 };
+use crate::clock::Clock;
 use crate::image::ImageMemory;
 use crate::pool::DramPool;
 use event::CudaEvent;
@@ -154,6 +155,7 @@ impl Device for CudaDevice {
                     direction,
                     pages_done: 0,
                     error,
+                    ended_ns: Clock::monotonic().now(),
                     checksums,
                     pages,
                 });

@@ -184,10 +184,12 @@ impl CopyEngine for Twin {
     }
 
     fn is_idle(&self, stream: usize) -> Result<bool, CudaError> {
-        if self.switches.dead.load(Ordering::Acquire) {
+        // Orders that are left when it dies are dropped one by one; the one that runs is waited for.
+        let idle = self.streams[stream].0.pending.load(Ordering::Acquire) == 0;
+        if idle && self.switches.dead.load(Ordering::Acquire) {
             return Err(CudaError::of_twin("is_idle"));
         }
-        Ok(self.streams[stream].0.pending.load(Ordering::Acquire) == 0)
+        Ok(idle)
     }
 
     fn pitch_max(&self) -> u64 {

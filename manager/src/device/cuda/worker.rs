@@ -536,7 +536,7 @@ impl Running {
 
 /// The same bytes in a form that the copy engine takes.
 fn through_copy_engine(rect: Rect, direction: Direction) -> Rect {
-    let small = rect.rows == 1 && rect.width < ROW_BYTES_MIN && rect.width % 2 == 0;
+    let small = rect.rows == 1 && rect.width < ROW_BYTES_MIN && rect.width.is_multiple_of(2);
     if direction == Direction::Save || !small {
         return rect;
     }
@@ -576,5 +576,5 @@ fn peer_lives(command: &CopyCommand) -> Result<(), CopyError> {
 
 fn end(command: CopyCommand, pages_done: u32, error: Option<CopyError>) -> CopyEnd {
     let CopyCommand { ticket, direction, pages, checksums, .. } = command;
-    CopyEnd { ticket, direction, pages_done, error, checksums, pages }
+    CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, checksums, pages }
 }

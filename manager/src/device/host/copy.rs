@@ -120,7 +120,7 @@ impl Running {
     pub(super) fn finish(self, error: Option<CopyError>) -> CopyEnd {
         let pages_done = self.pages_done() as u32;
         let CopyCommand { ticket, direction, pages, checksums, .. } = self.command;
-        CopyEnd { ticket, direction, pages_done, error, checksums, pages }
+        CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, checksums, pages }
     }
 
     /// Layers that are copied one after the other.
