@@ -82,7 +82,7 @@ pub(super) struct Flow {
     restores: VecDeque<JobRef>,
     /// Restores without memory for their next read.
     pub(super) starved: VecDeque<JobRef>,
-    /// Memory was freed or let go of since they last tried.
+    /// Memory was freed or let go of since they last tried, or they need none any more.
     pub(super) memory_moved: bool,
     copies_in_flight: [u32; 2],
     pub(super) ssd: Devices,
@@ -628,7 +628,8 @@ impl Core {
     }
 
     /// Says whether pages can be read from an SSD device. Who waits for one that ceases to read is
-    /// told at once; the reads themselves keep their memory until they end.
+    /// told at once, or in the [`pump`](Self::pump) that follows; the reads themselves keep their
+    /// memory until they end.
     pub fn set_device_readable(
         &mut self,
         now: Nanos,
@@ -652,6 +653,10 @@ impl Core {
             let waiters = std::mem::replace(&mut self.pages[page].waiters, NIL);
             self.tell(now, waiters, Some(IoFault::Off), out);
         }
+        // Nor does anybody wait for memory to read from it, or for budget for what lies there.
+        self.flow.memory_moved = true;
+        self.look_up_waiting_again();
+        self.admit_waiting(now, out);
         self.end_drains(now, out);
     }
 
