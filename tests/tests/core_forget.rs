@@ -6,7 +6,7 @@ use orbitkv_manager::core::{
 };
 use orbitkv_shm_protocol::ids::OperationId;
 use orbitkv_shm_protocol::record::{Code, PageOutcome, QueryMode, RequestBody, Status};
-use orbitkv_tests::rig::{PAGE, Rig, Seat, generous};
+use orbitkv_tests::rig::{MILLISECOND, PAGE, Rig, Seat, generous};
 use orbitkv_tests::world::{
     Fate, Work, World, chain, device, is_copy, is_read, is_write, pages, spec,
 };
@@ -88,6 +88,29 @@ fn a_record_that_fails_is_told() {
     rig.world.finish(0, Fate::Io(IoFault::Errno(5)));
     let ended = rig.world.ended(rig.seat.session, operation).completion;
     assert_eq!((ended.status, ended.code, ended.pages), (Status::Partial, Code::IoError, 4));
+}
+
+/// Goal: who forgets waits no longer than he said for a device that does not answer, and a closed
+/// session not at all; the record is made all the same. Method: the record stays under way.
+#[test]
+fn a_device_that_does_not_answer_holds_a_forget_up_to_its_deadline() {
+    let mut rig = Rig::ssd(16, 16);
+    rig.stored_on_ssd_only(&chain(1, 4));
+    let Seat { session, scope, .. } = rig.seat;
+    let operation = rig.world.request(session, RequestBody::Forget { scope }, &[], 5);
+    rig.world.advance(4 * MILLISECOND);
+    assert!(rig.world.take_ended(session, operation).is_none());
+    rig.world.advance(MILLISECOND);
+    let ended = rig.world.ended(session, operation).completion;
+    assert_eq!((ended.status, ended.code, ended.pages), (Status::Partial, Code::Deadline, 4));
+    let other = rig.sit(2);
+    rig.world.ask(other.session, RequestBody::Forget { scope: other.scope });
+    rig.world.close(other.session);
+    assert_eq!((rig.in_flight(is_record), rig.world.core.gauges().sessions), (2, 1));
+    rig.world.settle();
+    rig.assert_at_rest();
+    let mut world = rig.world.crash(|| true);
+    assert_eq!(hits_after_restart(&mut world, &chain(1, 4)), 0);
 }
 
 #[test]

@@ -78,7 +78,13 @@ impl Core {
         let Some(job) = self.jobs.get_mut(reference) else { return };
         let deadline = code == Code::Deadline;
         match job.stage {
-            Stage::Idle | Stage::Forget { .. } | Stage::Unregister { .. } => {}
+            Stage::Idle | Stage::Unregister { .. } => {}
+            // The records are made all the same.
+            Stage::Forget { .. } if deadline || job.abandoned => {
+                job.stop_at(code, None);
+                self.end_forget(now, reference, out);
+            }
+            Stage::Forget { .. } => {}
             Stage::Wait { .. } => {
                 let (id, operation, kind) = (job.session, job.operation, job.kind);
                 for entry in &mut job.entries {
@@ -230,6 +236,11 @@ impl Core {
         if *pending > 0 {
             return;
         }
+        self.end_forget(now, reference, out);
+    }
+
+    fn end_forget(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
+        let Some(job) = self.jobs.get(reference) else { return };
         let code = job.stop.map_or(Code::None, |stop| stop.code);
         let mut ended = Completion::ok(job.operation, job.kind);
         ended.pages = job.found;
@@ -383,9 +394,11 @@ impl Core {
         if now < self.next_deadline {
             return;
         }
-        let runs = |job: &Job| {
-            let ignores = matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
-            !ignores && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
+        let runs = |job: &Job| match job.stage {
+            Stage::Unregister { .. } => false,
+            // Whatever became of some of its records.
+            Stage::Forget { .. } => true,
+            _ => job.stop.is_none_or(|stop| stop.code == Code::OverBudget),
         };
         // Stopping one may start another whose deadline has passed too.
         loop {

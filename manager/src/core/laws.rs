@@ -400,7 +400,7 @@ impl Core {
     /// Every operation whose deadline ends it is looked at in time.
     fn check_deadline(&self, job: &Job) {
         let waits = job.stop.is_none() && !job.silent;
-        let ends = !matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
+        let ends = !matches!(job.stage, Stage::Unregister { .. });
         if waits && ends {
             assert!(self.next_deadline <= job.deadline, "nobody sees the deadline of {job:?}");
         }
