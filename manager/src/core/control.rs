@@ -7,6 +7,7 @@ use super::effect::{Effect, Effects};
 use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
 use super::job::{Job, JobRef, Stage};
+use super::limits::FORGETS_UNDER_WAY_MAX;
 use super::namespace::NamespaceId;
 use super::replacement::{ListKind, Recency};
 use super::session::Scope;
@@ -161,6 +162,9 @@ impl Core {
         };
         let (mut pages, mut bytes) = (0, 0);
         let durable = !self.slots.is_empty();
+        if durable && self.flow.forgets() + members.len() > FORGETS_UNDER_WAY_MAX {
+            return self.fail(ctx, ended, Code::OverBudget, out);
+        }
         let reference = durable
             .then(|| self.open_job(ctx, &ended, Stage::Forget { pending: members.len() as u32 }));
         for namespace in members {

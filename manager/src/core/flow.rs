@@ -85,6 +85,8 @@ pub(super) struct Flow {
     /// Memory was freed or let go of since they last tried, or they need none any more.
     pub(super) memory_moved: bool,
     copies_in_flight: [u32; 2],
+    /// Records of forgets that are not on SSD yet.
+    forgets: usize,
     pub(super) ssd: Devices,
 }
 
@@ -100,6 +102,7 @@ impl Flow {
             starved: VecDeque::new(),
             memory_moved: false,
             copies_in_flight: [0; 2],
+            forgets: 0,
             ssd: Devices::new(config),
         }
     }
@@ -109,6 +112,7 @@ impl Flow {
             self.work.push((1, Work::Free));
             self.work.len() as u32 - 1
         });
+        self.forgets += usize::from(matches!(work, Work::Forget { .. }));
         let slot = &mut self.work[index as usize];
         slot.1 = work;
         Ticket(u64::from(slot.0) << 32 | u64::from(index))
@@ -123,7 +127,13 @@ impl Flow {
         }
         slot.0 = slot.0.wrapping_add(1);
         self.free.push(index);
-        std::mem::replace(&mut slot.1, Work::Free)
+        let ended = std::mem::replace(&mut slot.1, Work::Free);
+        self.forgets -= usize::from(matches!(ended, Work::Forget { .. }));
+        ended
+    }
+
+    pub(super) fn forgets(&self) -> usize {
+        self.forgets
     }
 
     pub(super) fn copies_in_flight(&self) -> u32 {
@@ -163,6 +173,8 @@ impl Flow {
             let counted = self.under_way().filter(of).count();
             assert_eq!(self.copies_in_flight[direction as usize] as usize, counted, "copies");
         }
+        let forgets = self.under_way().filter(|work| matches!(work, Work::Forget { .. }));
+        assert_eq!(self.forgets, forgets.count(), "forgets");
     }
 
     /// Panics unless the marks of a job say in which queues it stands. For tests.
