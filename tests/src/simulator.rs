@@ -314,7 +314,9 @@ impl Simulation {
     fn answers(&self, work: &Work) -> bool {
         match work {
             Work::Read { slot, .. } | Work::Write { slot, .. } => self.silent != Some(slot.device),
-            _ => true,
+            // Every device records it.
+            Work::Forget { .. } => self.silent.is_none(),
+            Work::Copy { .. } => true,
         }
     }
 
