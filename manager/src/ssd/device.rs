@@ -37,8 +37,9 @@ const RECORD_QUEUE: usize = 4096;
 /// Places that are read in turn to see whether a device is good again: its begin and where it failed.
 const PROBE_PLACES: u32 = 2;
 
-/// A device that may be tried with a write, for which nobody has one for so long, is tried with its
-/// superblock: nothing else says that it works again.
+/// A device whose writes hung, and for which nobody has a write to try it with for so long, is tried
+/// with its superblock: nothing else says that it answers again. Where writes failed, only an image
+/// says more, since its place is another.
 const UNWANTED_AFTER: Duration = Duration::from_secs(5);
 
 /// Rings the reactor.
@@ -201,9 +202,9 @@ impl Device {
         self.slowness.look(oldest, self.write.pulse.mean(), now);
         if self.write.signs().is_hung() {
             self.write.breaker.trip(Cause::Hung, now);
-        } else if now
-            .checked_sub(UNWANTED_AFTER)
-            .is_some_and(|before| self.write.breaker.would_try(before))
+        } else if self.write.breaker.open() == Some(Cause::Hung)
+            && let Some(before) = now.checked_sub(UNWANTED_AFTER)
+            && self.write.breaker.would_try(before)
         {
             let _ = self.write.submit(WriterCommand::Probe, WRITE_QUEUE);
         }
@@ -470,8 +471,9 @@ mod tests {
         (shared, gone)
     }
 
-    /// Goal: a device whose writes failed is well again although nobody has anything to write. Method:
-    /// its breaker opened so long ago that the first try may be made, then that nobody wants it.
+    /// Goal: a device whose writes hung is well again although nobody has anything to write. Method: its
+    /// breaker opened so long ago that the first try may be made, which is for an image, then that
+    /// nobody wants it.
     #[test]
     fn a_device_that_nobody_writes_to_finds_out_itself_that_it_works_again() {
         let folder = tempfile::tempdir().unwrap();
@@ -491,18 +493,23 @@ mod tests {
         let counters = Arc::new(DeviceCounters::default());
         let metadata = Metadata::new(claimed.file.clone(), claimed.state, counters.clone());
         let mut device = Device::start(claimed.file, metadata, counters, &shared).unwrap();
-        let open_for = |time: Duration| {
+        let open_for = |cause, time: Duration| {
             let mut breaker = Breaker::closing_after(1);
-            breaker.trip(Cause::Hung, Instant::now().checked_sub(time).unwrap());
+            breaker.trip(cause, Instant::now().checked_sub(time).unwrap());
             breaker
         };
         let first_pause = Duration::from_secs(2);
-        device.write.breaker = open_for(first_pause);
-        device.tend();
-        assert_eq!((device.write.out, device.status().tries_writes), (0, true), "for an image");
+        let unwanted = first_pause + UNWANTED_AFTER;
+        for (cause, time) in
+            [(Cause::Hung, first_pause), (Cause::Errors, unwanted), (Cause::NoSpace, unwanted)]
+        {
+            device.write.breaker = open_for(cause, time);
+            device.tend();
+            assert_eq!((device.write.out, device.status().tries_writes), (0, true), "{cause:?}");
+        }
         while device.status().health != Health::Healthy {
             // Again where the machine is so busy that a try takes too long.
-            device.write.breaker = open_for(first_pause + UNWANTED_AFTER);
+            device.write.breaker = open_for(Cause::Hung, unwanted);
             device.tend();
             assert_eq!((device.write.out, device.status().tries_writes), (1, false));
             told.recv_timeout(Duration::from_secs(120)).unwrap();
