@@ -40,7 +40,7 @@ impl ReadOrder {
 impl SsdEnd {
     /// Of a [`WriterCommand::Probe`].
     pub(crate) const fn of_write_probe(fault: Option<IoFault>) -> Self {
-        Self::Write { ticket: PROBE, fault }
+        Self::Write { ticket: PROBE, fault, checksum: None }
     }
 
     /// The end of a probe is told to nobody.
