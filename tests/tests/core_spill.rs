@@ -525,6 +525,22 @@ fn a_device_that_takes_no_writes_keeps_what_it_has() {
     assert!(rig.in_flight(is_write) > 0);
 }
 
+/// A chain that is longer than the tier keeps every slot for what waits below: its end is given up,
+/// so that every page has an outcome and the slots serve others.
+#[test]
+fn the_end_of_a_chain_that_the_tier_cannot_hold_does_not_wait_for_ever() {
+    let mut rig = Rig::ssd(64, 16);
+    rig.stored(&chain(1, 20));
+    rig.world.settle();
+    assert_eq!(rig.world.core.gauges().spill_pages, 0, "nothing waits for ever");
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 16);
+    assert_eq!(outcomes(&rig, SpillOutcome::EvictedUnwritten), 4);
+    assert_eq!(rig.world.core.device_usage(0).1, 16, "no slot was given up for nothing");
+    rig.stored(&chain(2, 4));
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 20);
+}
+
 /// A full tier of one page size does not shut out another for ever.
 #[test]
 fn a_new_page_size_takes_the_coldest_region() {
