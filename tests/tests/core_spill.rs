@@ -24,6 +24,35 @@ fn outcomes(rig: &Rig, outcome: SpillOutcome) -> u64 {
     rig.world.core.stats().spill[outcome as usize]
 }
 
+/// Goal: what nobody has summed is summed once, by whoever writes it, and read back by that. Method: a
+/// save from a device that does not sum, writes of which one is refused after its sum was known.
+#[test]
+fn a_page_that_its_device_did_not_sum_is_summed_with_its_footer() {
+    let mut rig = Rig::ssd(32, 64);
+    rig.world.sums = false;
+    let whole = chain(1, 3);
+    rig.stored(&whole);
+    let sums = |rig: &Rig| -> Vec<bool> {
+        let known = |work: &Work| match work {
+            Work::Write { image, .. } => Some(image.checksum.is_some()),
+            _ => None,
+        };
+        rig.world.work.iter().filter_map(known).collect()
+    };
+    assert_eq!(sums(&rig), [false; 3]);
+    rig.world.finish(2, Fate::Io(IoFault::Off));
+    rig.world.settle();
+    assert_eq!(rig.world.core.device_usage(0).1, 2);
+    rig.world.core.set_device_accepts_writes(0, true);
+    rig.world.pump();
+    assert_eq!(sums(&rig), [true], "what was summed is summed again");
+    rig.world.settle();
+    rig.world.evict_dram();
+    // Reads expect the sum of the footer.
+    assert_eq!(rig.hits(&whole), 3);
+    assert_eq!(rig.world.core.stats().ssd_read_errors, [0; 5]);
+}
+
 #[test]
 fn the_coldest_chain_is_written_first_from_its_root() {
     let one_by_one = CoreConfig { writes_in_flight_max: 1, ..config(32) };
