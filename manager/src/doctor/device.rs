@@ -7,7 +7,7 @@ use orbitkv_shm_protocol::bootstrap::message::MemorySpec;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{Check, has_capability, read};
-use crate::device::{HostMemory, PeerHandle};
+use crate::device::{Gpu, Gpus, HostMemory, NoCuda, PeerHandle};
 
 /// Number of the capability that Yama's stricter settings ask for.
 const CAP_SYS_PTRACE: u32 = 19;
@@ -83,7 +83,7 @@ fn judge_process_vm(probed: &Result<(), String>, scope: Option<u32>, capable: bo
     }
 }
 
-/// Looked for, not loaded.
+/// Looked for; loaded and asked for its GPUs only where it is whole. No context is opened.
 pub(super) fn cuda_driver() -> Check {
     let module = read("/proc/driver/nvidia/version");
     let module = module.as_deref().and_then(|text| text.lines().next());
@@ -91,10 +91,20 @@ pub(super) fn cuda_driver() -> Check {
     let named = std::env::split_paths(&variable);
     let known = LIBRARY_FOLDERS.iter().map(std::path::PathBuf::from);
     let library = named.chain(known).map(|folder| folder.join(LIBRARY)).find(|path| path.exists());
-    judge_driver(module, library.as_deref(), Path::new("/dev/nvidiactl").exists())
+    let device = Path::new("/dev/nvidiactl").exists();
+    let gpus = || {
+        let named = |gpu: &Arc<Gpu>| format!("{} ({})", gpu.name(), gpu.id());
+        Gpus::find().map(|gpus| gpus.list().iter().map(named).collect())
+    };
+    judge_driver(module, library.as_deref(), device, gpus)
 }
 
-fn judge_driver(module: Option<&str>, library: Option<&Path>, device: bool) -> Check {
+fn judge_driver(
+    module: Option<&str>,
+    library: Option<&Path>,
+    device: bool,
+    gpus: impl FnOnce() -> Result<Vec<String>, NoCuda>,
+) -> Check {
     let name = "cuda driver";
     match (module, library, device) {
         (None, None, false) => Check::ok(
@@ -102,10 +112,14 @@ fn judge_driver(module: Option<&str>, library: Option<&Path>, device: bool) -> C
             "none: engines with pages in host memory only (looked for the kernel module, its \
              device node and libcuda.so.1, loaded nothing)",
         ),
-        (Some(module), Some(library), true) => Check::ok(
-            name,
-            format!("{module}; {} is there, not loaded and not tried", library.display()),
-        ),
+        (Some(module), Some(_), true) => match gpus() {
+            Ok(gpus) => Check::ok(name, format!("{}; {module}", gpus.join(", "))),
+            Err(error) => Check::warn(
+                name,
+                format!("{module}, and no GPU can be used: {error}"),
+                "look at nvidia-smi; engines with pages in host memory are served all the same",
+            ),
+        },
         _ => {
             let there = |is: bool| if is { "there" } else { "missing" };
             Check::warn(
@@ -167,9 +181,16 @@ mod tests {
     #[test]
     fn a_driver_is_whole_absent_or_in_part() {
         let path = Path::new("/usr/lib/libcuda.so.1");
-        assert_eq!(judge_driver(None, None, false).status, Status::Ok);
-        assert_eq!(judge_driver(Some("NVRM 550"), Some(path), true).status, Status::Ok);
-        let part = judge_driver(Some("NVRM 550"), None, true);
+        let none = || -> Result<Vec<String>, NoCuda> { panic!("asked without a whole driver") };
+        assert_eq!(judge_driver(None, None, false, none).status, Status::Ok);
+        let two = || Ok(vec!["H200 (ab)".to_owned(), "H200 (cd)".to_owned()]);
+        let whole = judge_driver(Some("NVRM 550"), Some(path), true, two);
+        assert_eq!(whole.status, Status::Ok);
+        assert!(whole.found.contains("H200 (ab), H200 (cd)"), "{whole:?}");
+        let blind = judge_driver(Some("NVRM 550"), Some(path), true, || Err(NoCuda::NoGpu));
+        assert_eq!(blind.status, Status::Warn);
+        assert!(blind.found.contains("CUDA_VISIBLE_DEVICES"), "{blind:?}");
+        let part = judge_driver(Some("NVRM 550"), None, true, none);
         assert_eq!(part.status, Status::Warn);
         assert!(part.found.contains("libcuda.so.1 missing"), "{part:?}");
     }
