@@ -195,7 +195,9 @@ impl Client {
         session.stage(RequestBody::Cancel { operation: operation.id }, 0)
     }
 
-    /// Makes every page of a namespace unfindable, now and after a restart.
+    /// Makes every page of a namespace unfindable, now and after a restart. Ends partial, with
+    /// [`Code::Deadline`](crate::Code::Deadline), when no more pages are findable but a device does not
+    /// answer: that may not be recorded on it yet.
     ///
     /// # Errors
     /// See the list above.
