@@ -195,7 +195,10 @@ impl Client {
         session.stage(RequestBody::Cancel { operation: operation.id }, 0)
     }
 
-    /// Makes every page of a namespace unfindable, now and after a restart.
+    /// Makes every page of a namespace unfindable, now and after a restart. Ends
+    /// [`Partial`](crate::Status::Partial) with [`Code::Deadline`](crate::Code::Deadline) when no page
+    /// can be found any more, but a device keeps the record of that waiting: until it is made, a
+    /// restart could find the pages of the device again.
     ///
     /// # Errors
     /// See the list above.

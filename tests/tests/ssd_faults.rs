@@ -60,6 +60,7 @@ with_each_engine! {
     a_device_that_hangs_holds_up_only_its_own_pages,
     pages_of_a_device_that_hangs_are_missing_until_it_answers,
     a_file_that_hangs_holds_up_nothing_of_another,
+    a_disk_that_takes_no_writes_loses_nothing_by_being_tried,
 }
 
 /// A Manager on a faulty disk. Fields are dropped in this order.
@@ -1062,6 +1063,43 @@ fn a_file_that_hangs_holds_up_nothing_of_another(engine: &str) {
         rig.manager().settle_empty();
     });
 }
+
+/// Goal: a disk on which every write fails, as on one that was mounted read-only meanwhile, loses no
+/// slot and no page to being tried, and works again by itself. Method: writes fail, with pages that
+/// wait to be written, until three tries have failed; each says so in the log.
+fn a_disk_that_takes_no_writes_loses_nothing_by_being_tried(engine: &str) {
+    in_private_mounts(|| {
+        let rig = Rig::new(engine);
+        let mut client = rig.attach("tries", 16);
+        let before = roots(0..16);
+        rig.each_on_ssd(&mut client, &before);
+        let broken = rig.disk.inject(Fault::new(On::Writes, Effect::Errno(Errno::ROFS)));
+        save_each(&mut client, &roots(100..200));
+        rig.manager().settle("it takes no writes", |seen| {
+            seen.ssd[0].health == "read_only" && seen.ssd[0].writing == 0
+        });
+        let tries = || rig.manager().setup().log().matches(NO_SUPERBLOCK).count();
+        // What failed is written down as well, which is tried when nothing else is to be done.
+        wait_for("it rests", || tries() > 0);
+        let (failed_before, lost) = (tries(), rig.get(Metric::SsdRetiredSlots));
+        assert!(lost > 0, "the writes failed");
+        let failed = || rig.get(Metric::SsdWriteErrors(SsdFault::Errno));
+        let pages_before = failed();
+        wait_for("it was tried three times", || tries() >= failed_before + 3);
+        assert_eq!((rig.get(Metric::SsdRetiredSlots), failed()), (lost, pages_before));
+        assert_eq!(rig.health(), "read_only");
+        drop(broken);
+        wait_for("it works again", || rig.health() == "healthy");
+        assert_eq!(rig.get(Metric::SsdRetiredSlots), lost);
+        let after = roots(300..316);
+        rig.each_on_ssd(&mut client, &after);
+        assert_eq!(restored(&mut client, &before), [true; 16]);
+        assert_eq!(restored(&mut client, &after), [true; 16]);
+    });
+}
+
+/// What the log says of it.
+const NO_SUPERBLOCK: &str = "the superblock could not be written";
 
 /// Goal: what no device takes has an outcome too: a replay on a disk that takes no writes ends well,
 /// with every page that it offered accounted for. Method: a device that is read-only before the

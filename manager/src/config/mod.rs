@@ -287,6 +287,7 @@ pub const FIXED_LIMITS: &[(&str, u64)] = &[
     ("restore_window (bytes, at least one page)", limits::READ_WINDOW_BYTES),
     ("leases_max", limits::LEASES_MAX as u64),
     ("namespaces_max (an epoch)", limits::NAMESPACES_MAX as u64),
+    ("forgets_under_way (records that are not on ssd yet)", limits::FORGETS_UNDER_WAY_MAX as u64),
     ("copy_quantum (bytes, at least one page)", limits::COPY_QUANTUM_BYTES),
     ("gpu_copy_quantum (bytes, at least one page)", limits::GPU_COPY_QUANTUM_BYTES),
     ("copies_in_flight (commands a direction)", limits::COPIES_IN_FLIGHT_MAX as u64),

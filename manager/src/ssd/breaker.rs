@@ -34,12 +34,27 @@ impl Cause {
     pub const ALL: [Self; 4] = [Self::Errors, Self::NoSpace, Self::Slow, Self::Hung];
 }
 
+/// The last outcomes of one kind of work.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct History {
+    /// One bit an outcome, newest lowest: set for a failure.
+    failed: u32,
+}
+
+impl History {
+    /// One more ended. True when too many failed.
+    pub(crate) fn record(&mut self, failed: bool) -> bool {
+        self.failed = self.failed << 1 | u32::from(failed);
+        debug_assert_eq!(WINDOW, 32);
+        self.failed.count_ones() >= FAULTS_MAX
+    }
+}
+
 /// Stops one kind of work of one device after too many failures, and lets single orders through
 /// until as many as it takes succeed one after the other.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Breaker {
-    /// One bit an outcome, newest lowest: set for a failure.
-    history: u32,
+    history: History,
     /// Tries that must succeed.
     tries: u32,
     open: Option<Open>,
@@ -66,7 +81,7 @@ pub(crate) enum Change {
 impl Breaker {
     /// Closed; once open, it closes after `tries` good ones.
     pub(crate) const fn closing_after(tries: u32) -> Self {
-        Self { history: 0, tries, open: None }
+        Self { history: History { failed: 0 }, tries, open: None }
     }
 
     /// Why work is refused.
@@ -108,13 +123,9 @@ impl Breaker {
 
     /// An order that went to the device ended.
     pub(crate) fn record(&mut self, failed: bool, now: impl FnOnce() -> Instant) -> Change {
-        self.history = self.history << 1 | u32::from(failed);
-        debug_assert_eq!(WINDOW, 32);
+        let too_many = self.history.record(failed);
         let Some(open) = &mut self.open else {
-            if self.history.count_ones() < FAULTS_MAX {
-                return Change::None;
-            }
-            return self.trip(Cause::Errors, now());
+            return if too_many { self.trip(Cause::Errors, now()) } else { Change::None };
         };
         // Orders from before it opened may still end; only the one let through decides.
         let Some(since) = open.trying else { return Change::None };
@@ -133,6 +144,14 @@ impl Breaker {
         }
         *self = Self::closing_after(self.tries);
         Change::Closed
+    }
+
+    /// The try ended well, but it was of a kind that does not say enough: the next one may come at
+    /// once.
+    pub(crate) fn try_again(&mut self) {
+        if let Some(open) = &mut self.open {
+            open.trying = None;
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use super::counters::{DeviceCounters, DeviceSnapshot};
 use super::engine::{EngineSpec, Resolved};
 use super::error::SsdError;
 use super::file::SsdFile;
+use super::halt::Halted;
 use super::health::{Health, Signs, Slowness, judge};
 use super::io::{Engine, EngineMode};
 use super::metadata::Metadata;
@@ -39,8 +40,8 @@ const RECORD_QUEUE: usize = 4096;
 const PROBE_PLACES: u32 = 2;
 
 /// A device whose writes hung, and for which nobody has a write to try it with for so long, is tried
-/// with its superblock: nothing else says that it answers again. Where writes failed, only an image
-/// says more, since its place is another.
+/// with its superblock: nothing else says that it answers again. One whose writes failed is tried with
+/// it first, since an image that fails costs its slot, and then with an image, whose place is another.
 const UNWANTED_AFTER: Duration = Duration::from_secs(5);
 
 /// Rings the reactor.
@@ -83,6 +84,8 @@ pub(crate) struct Device {
     counters: Arc<DeviceCounters>,
     read: Side<ReadOrder>,
     write: Side<WriterCommand>,
+    /// The writer has ceased, since what it wrote failed.
+    halted: Halted,
     slowness: Slowness,
     /// The last probe read a place that had failed.
     probed_bad_place: bool,
@@ -151,12 +154,14 @@ impl Device {
 
         let (write, orders, ends) = Side::new(WRITE_QUEUE + RECORD_QUEUE, WRITE_QUEUE, 1)?;
         let summer = Summer::new(shared.memory.clone(), write.wake.clone(), shared.alive.clone());
+        let halted = Halted::default();
         let parts = WriterParts {
             metadata,
             summer,
             counters: counters.clone(),
             activity,
             pulse: write.pulse.clone(),
+            halted: halted.clone(),
             ends,
             notify: shared.notify.clone(),
         };
@@ -172,6 +177,7 @@ impl Device {
             counters,
             read,
             write,
+            halted,
             slowness: Slowness::default(),
             probed_bad_place: false,
             read_mode,
@@ -181,7 +187,7 @@ impl Device {
 
     pub(crate) fn status(&self) -> DeviceStatus {
         let (health, cause) = self.health();
-        let calm = !self.write.signs().is_hung();
+        let calm = !self.write.signs().is_hung() && !self.halted.holds();
         let tries_writes =
             health == Health::ReadOnly && calm && self.write.breaker.would_try(Instant::now());
         DeviceStatus {
@@ -205,10 +211,8 @@ impl Device {
         self.slowness.look(oldest, self.write.pulse.mean(), now);
         if self.write.signs().is_hung() {
             self.write.breaker.trip(Cause::Hung, now);
-        } else if self.write.breaker.open() == Some(Cause::Hung)
-            && let Some(before) = now.checked_sub(UNWANTED_AFTER)
-            && self.write.breaker.would_try(before)
-        {
+        } else if self.superblock_is_tried(now) {
+            // A full queue is work on its way: the next look tries it.
             let _ = self.write.submit(WriterCommand::Probe, WRITE_QUEUE);
         }
         if self.read.signs().is_hung() {
@@ -222,6 +226,16 @@ impl Device {
             // A full queue is work on its way, which is as good.
             let _ = self.read.submit(ReadOrder::probe(offset), READ_QUEUE);
         }
+    }
+
+    /// Whether the next try of a device that takes no writes is its superblock, now.
+    fn superblock_is_tried(&self, now: Instant) -> bool {
+        let wanted = match self.write.breaker.open() {
+            _ if self.halted.holds() => Some(now),
+            Some(Cause::Hung) => now.checked_sub(UNWANTED_AFTER),
+            _ => None,
+        };
+        wanted.is_some_and(|wanted| self.write.breaker.would_try(wanted))
     }
 
     pub(crate) fn modes(&self) -> (EngineMode, EngineMode) {
@@ -247,7 +261,9 @@ impl Device {
         self.counters.writing.fetch_add(1, Ordering::Relaxed);
         let submitted = match self.health().0 {
             // The breaker lets single writes through.
-            Health::Healthy | Health::ReadOnly if !self.write.signs().is_hung() => {
+            Health::Healthy | Health::ReadOnly
+                if !self.write.signs().is_hung() && !self.halted.holds() =>
+            {
                 self.write.submit(WriterCommand::Write(order), WRITE_QUEUE)
             }
             _ => Err(Refusal::Off),
@@ -298,17 +314,29 @@ impl Device {
         while let Some(end) = self.write.ends.try_pop() {
             self.write.out -= 1;
             if let SsdEnd::Write { fault, .. } = end {
-                self.write.record(fault);
-                if fault == Some(IoFault::NoSpace) {
-                    // Every other write would fail as well.
-                    self.write.breaker.trip(Cause::NoSpace, Instant::now());
-                }
+                self.judge_write(fault, end.is_probe());
             }
             if !end.is_probe() {
                 return Some(end);
             }
         }
         None
+    }
+
+    /// What the end of a write says of the device. When too many fail the writer itself ceases: it
+    /// hears of them first.
+    fn judge_write(&mut self, fault: Option<IoFault>, is_probe: bool) {
+        match self.write.breaker.open() {
+            Some(Cause::Errors) if is_probe && fault.is_none() => self.write.breaker.try_again(),
+            Some(_) => self.write.record(fault),
+            None => {}
+        }
+        if self.halted.holds() {
+            self.write.breaker.trip(Cause::Errors, Instant::now());
+        } else if fault == Some(IoFault::NoSpace) {
+            // Every other write would fail as well.
+            self.write.breaker.trip(Cause::NoSpace, Instant::now());
+        }
     }
 
     /// Wakes the workers to look at the control word.
@@ -456,6 +484,7 @@ mod tests {
     use crate::ssd::claim::{Claimed, MadeFiles};
     use crate::ssd::conformance::pool;
     use crate::ssd::engine::{EngineChoice, resolve};
+    use crate::ssd::halt::Halt;
     use crate::ssd::tier::SsdConfig;
 
     /// What the workers of one device share, and who hears of their ends.
@@ -474,55 +503,115 @@ mod tests {
         (shared, gone)
     }
 
+    /// A device of its own, and what its reactor would hold.
+    struct Bench {
+        device: Device,
+        told: Receiver<()>,
+        shared: Shared,
+        gone: Receiver<()>,
+        _folder: tempfile::TempDir,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let config = SsdConfig {
+                paths: vec![folder.path().join("tier")],
+                capacity_bytes: 64 << 20,
+                direct: false,
+                engine: EngineChoice::Auto,
+                write_in_flight_bytes: 2 << 20,
+                read_join_bytes: 1 << 20,
+                slot_bytes_max: 0,
+            };
+            let mut made = MadeFiles::default();
+            let claimed = Claimed::open(&config.paths[0], &config, &mut made).unwrap();
+            let (tell, told) = channel();
+            let (shared, gone) = shared(&config, Arc::new(move || tell.send(()).unwrap()));
+            let counters = Arc::new(DeviceCounters::default());
+            let metadata = Metadata::new(claimed.file.clone(), claimed.state, counters.clone());
+            let device = Device::start(claimed.file, metadata, counters, &shared).unwrap();
+            Self { device, told, shared, gone, _folder: folder }
+        }
+
+        /// It takes no writes, since so long ago.
+        fn open_for(&mut self, cause: Cause, time: Duration) {
+            self.device.write.breaker = Breaker::closing_after(1);
+            let breaker = &mut self.device.write.breaker;
+            breaker.trip(cause, Instant::now().checked_sub(time).unwrap());
+        }
+
+        /// Orders of the writer that are out, and whether an image may be one.
+        fn tried(&self) -> (usize, bool) {
+            (self.device.write.out, self.device.status().tries_writes)
+        }
+
+        /// Waits for the end of a try that nobody ordered.
+        fn probed(&mut self) {
+            while self.device.write.out > 0 {
+                self.told.recv_timeout(Duration::from_secs(120)).unwrap();
+                assert_eq!(self.device.poll(), None);
+            }
+        }
+
+        fn stop(self) {
+            self.shared.control.abort();
+            self.device.wake();
+            drop(self.shared);
+            assert!(self.gone.recv().is_err(), "the workers end");
+        }
+    }
+
+    const FIRST_PAUSE: Duration = Duration::from_secs(2);
+
     /// Goal: a device whose writes hung is well again although nobody has anything to write. Method: its
     /// breaker opened so long ago that the first try may be made, which is for an image, then that
     /// nobody wants it.
     #[test]
     fn a_device_that_nobody_writes_to_finds_out_itself_that_it_works_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let config = SsdConfig {
-            paths: vec![folder.path().join("tier")],
-            capacity_bytes: 64 << 20,
-            direct: false,
-            engine: EngineChoice::Auto,
-            write_in_flight_bytes: 2 << 20,
-            read_join_bytes: 1 << 20,
-            slot_bytes_max: 0,
-        };
-        let mut made = MadeFiles::default();
-        let claimed = Claimed::open(&config.paths[0], &config, &mut made).unwrap();
-        let (tell, told) = channel();
-        let (shared, gone) = shared(&config, Arc::new(move || tell.send(()).unwrap()));
-        let counters = Arc::new(DeviceCounters::default());
-        let metadata = Metadata::new(claimed.file.clone(), claimed.state, counters.clone());
-        let mut device = Device::start(claimed.file, metadata, counters, &shared).unwrap();
-        let open_for = |cause, time: Duration| {
-            let mut breaker = Breaker::closing_after(1);
-            breaker.trip(cause, Instant::now().checked_sub(time).unwrap());
-            breaker
-        };
-        let first_pause = Duration::from_secs(2);
-        let unwanted = first_pause + UNWANTED_AFTER;
+        let mut bench = Bench::new();
+        let unwanted = FIRST_PAUSE + UNWANTED_AFTER;
         for (cause, time) in
-            [(Cause::Hung, first_pause), (Cause::Errors, unwanted), (Cause::NoSpace, unwanted)]
+            [(Cause::Hung, FIRST_PAUSE), (Cause::Errors, unwanted), (Cause::NoSpace, unwanted)]
         {
-            device.write.breaker = open_for(cause, time);
-            device.tend();
-            assert_eq!((device.write.out, device.status().tries_writes), (0, true), "{cause:?}");
+            bench.open_for(cause, time);
+            bench.device.tend();
+            assert_eq!(bench.tried(), (0, true), "{cause:?}");
         }
-        while device.status().health != Health::Healthy {
+        while bench.device.status().health != Health::Healthy {
             // Again where the machine is so busy that a try takes too long.
-            device.write.breaker = open_for(Cause::Hung, unwanted);
-            device.tend();
-            assert_eq!((device.write.out, device.status().tries_writes), (1, false));
-            told.recv_timeout(Duration::from_secs(120)).unwrap();
-            assert_eq!(device.poll(), None);
+            bench.open_for(Cause::Hung, unwanted);
+            bench.device.tend();
+            assert_eq!(bench.tried(), (1, false));
+            bench.probed();
         }
-        assert!(device.status().counters.superblock_writes > 0);
-        shared.control.abort();
-        device.wake();
-        drop(shared);
-        assert!(gone.recv().is_err(), "the workers end");
+        assert!(bench.device.status().counters.superblock_writes > 0);
+        bench.stop();
+    }
+
+    /// Goal: a device whose writes failed is tried with what costs nothing, and with an image only when
+    /// that went well. Method: a writer that has ceased, on a disk that works again.
+    #[test]
+    fn a_device_whose_writes_failed_is_tried_with_its_superblock_before_an_image() {
+        let mut bench = Bench::new();
+        let mut halt = Halt::new(bench.device.halted.clone());
+        while !halt.holds() {
+            halt.record(Some(IoFault::Errno(libc::EROFS)));
+        }
+        bench.device.judge_write(Some(IoFault::Errno(libc::EROFS)), false);
+        assert_eq!(bench.device.status().cause, Some(Cause::Errors));
+        bench.device.tend();
+        assert_eq!(bench.tried(), (0, false), "not before the pause is over");
+        bench.open_for(Cause::Errors, FIRST_PAUSE);
+        assert_eq!(bench.tried(), (0, false), "not with an image");
+        bench.device.tend();
+        assert_eq!(bench.tried(), (1, false));
+        bench.probed();
+        assert_eq!(bench.device.status().health, Health::ReadOnly, "no image was written");
+        assert_eq!(bench.tried(), (0, true), "now with an image");
+        bench.device.tend();
+        assert_eq!(bench.tried(), (0, true), "once is enough");
+        bench.stop();
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub(crate) struct Flight<C> {
     pages: Vec<Option<Page<C>>>,
     free: Vec<u32>,
     retry: VecDeque<Chunk>,
+    /// What did not go through at once is not sent again.
+    gives_up: bool,
     done: Vec<Done>,
     ended: VecDeque<(C, Option<IoFault>)>,
     image_bytes: u64,
@@ -56,6 +58,7 @@ impl<C> Flight<C> {
             pages: Vec::new(),
             free: Vec::new(),
             retry: VecDeque::new(),
+            gives_up: false,
             done: Vec::new(),
             ended: VecDeque::new(),
             image_bytes: 0,
@@ -133,6 +136,16 @@ impl<C> Flight<C> {
     pub(crate) fn fail(&mut self, page: u32, fault: IoFault) {
         if let Some(open) = self.page_mut(page) {
             open.fault = open.fault.or(Some(fault));
+        }
+    }
+
+    /// Whether what does not go through at once is sent again, or ends with [`IoFault::Off`].
+    pub(crate) fn set_gives_up(&mut self, gives_up: bool) {
+        self.gives_up = gives_up;
+        if gives_up {
+            while let Some(chunk) = self.retry.pop_front() {
+                self.chunk_over(chunk, Some(IoFault::Off));
+            }
         }
     }
 
@@ -252,17 +265,28 @@ impl<C> Flight<C> {
                 } else {
                     &counters.short_transfers
                 });
-                self.retry.push_back(chunk);
+                self.send_again([chunk]);
             }
             Verdict::Failed(fault) => {
                 if fault == IoFault::Short {
                     count(&self.counters.short_transfers);
                 }
                 if chunk.members.len() > 1 {
-                    self.retry.extend(chunk.split());
+                    // Any of them may be to blame, or none.
+                    self.send_again(chunk.split());
                 } else {
                     self.chunk_over(chunk, Some(fault));
                 }
+            }
+        }
+    }
+
+    fn send_again(&mut self, chunks: impl IntoIterator<Item = Chunk>) {
+        for chunk in chunks {
+            if self.gives_up {
+                self.chunk_over(chunk, Some(IoFault::Off));
+            } else {
+                self.retry.push_back(chunk);
             }
         }
     }

@@ -27,6 +27,7 @@ mod error;
 mod file;
 mod flight;
 pub mod format;
+mod halt;
 mod health;
 mod io;
 mod limit;

@@ -18,6 +18,7 @@ use super::counters::DeviceCounters;
 use super::fake::{Disk, FakeEngine, Fault, Gate, Log};
 use super::file::{Access, SsdFile};
 use super::format::{Block, FileId, Footer, Superblock, checksum, padded};
+use super::halt::Halted;
 use super::io::Chunk;
 use super::metadata::{self, Metadata};
 use super::order::{ReadOrder, SsdEnd, WriteOrder, WriterCommand};
@@ -38,6 +39,8 @@ const HUNG_AFTER: Duration = Duration::from_secs(2);
 /// What the disk does with each chunk.
 type Failing = Box<dyn FnMut(&Chunk) -> Option<Fault>>;
 
+/// Chunks that the disk takes at once.
+const DEPTH: usize = 16;
 const POOL_BYTES: u64 = 32 << 20;
 const CAPACITY: u64 = 48 << 20;
 const DATA: u64 = 1 << 20;
@@ -334,7 +337,7 @@ impl WriteBench {
         let wake = Arc::new(Wake::new().unwrap());
         let shared: Arc<dyn ImageMemory> = memory.clone();
         let gate: Gate = Arc::new(AtomicBool::new(true));
-        let mut engine = FakeEngine::new(disk.clone(), shared, wake.clone(), 16)
+        let mut engine = FakeEngine::new(disk.clone(), shared, wake.clone(), DEPTH as u16)
             .with_plan(plan(&file))
             .behind(&gate);
         if newest_first {
@@ -351,6 +354,7 @@ impl WriteBench {
             counters: counters.clone(),
             activity: Arc::new(ReadActivity::held_at(limit)),
             pulse: pulse.clone(),
+            halted: Halted::default(),
             ends: tell,
             notify: {
                 let (pulse, pulses) = (pulse.clone(), pulses.clone());
@@ -599,8 +603,16 @@ fn without_a_superblock_on_ssd_nothing_is_written_and_forgets_report_it() {
         bench.order(number, nth(slot_bytes, number as u32), 64 << 10);
     }
     let ends = bench.finish();
-    assert!(ends.len() == 5 && ends.values().all(|fault| *fault == unrecorded), "{ends:?}");
+    // Eight in all are enough: then they come back as they were.
+    let refused = [unrecorded, unrecorded, unrecorded, Some(IoFault::Off), Some(IoFault::Off)];
+    assert!((0..5).all(|number| ends[&Ticket(number)] == refused[number as usize]), "{ends:?}");
     assert!(tried(&bench) - before <= 2, "once for all of them, once at rest");
+    bench.writer.accept(WriterCommand::Probe);
+    run(&mut bench.writer);
+    let failed = Some(IoFault::Errno(libc::EBADF));
+    assert_eq!(bench.ends.try_pop(), Some(SsdEnd::of_write_probe(failed)));
+    bench.order(5, nth(slot_bytes, 5), 64 << 10);
+    assert_eq!(bench.finish()[&Ticket(5)], Some(IoFault::Off), "a superblock is what it takes");
 }
 
 /// Goal: a superblock that takes its time does not make the device look hung: the clock runs for
@@ -801,6 +813,59 @@ fn no_write_begins_before_the_base_of_its_generation_is_on_ssd() {
         bench.order(1, nth(slot_bytes, 0), 64 << 10);
         assert_eq!(bench.finish()[&Ticket(1)], None);
         assert_eq!(bench.log.lock().unwrap().len(), 1);
+    }
+}
+
+/// Goal: of a disk that takes no writes any more only what the kernel has is lost, with its slots; all
+/// that waits behind that comes back as it was, until a superblock could be written and an image
+/// after it. Method: far more small neighbours than the engine takes at once, of which each fails.
+#[test]
+fn a_writer_whose_writes_fail_gives_back_what_the_kernel_does_not_have() {
+    // Every second slot, then each: alone, and many with one request.
+    for step in [2, 1] {
+        let failing = Arc::new(AtomicBool::new(true));
+        let plan = {
+            let failing = failing.clone();
+            move |_: &Chunk| failing.load(Ordering::Relaxed).then_some(Fault::Errno(libc::EROFS))
+        };
+        let mut bench = WriteBench::new(plan, false);
+        let slot_bytes = RegionGeometry::slot_bytes_for(8192).unwrap();
+        bench.region(slot_bytes);
+        for number in 0..300 {
+            bench.order(number, nth(slot_bytes, number as u32 * step), 8192);
+        }
+        let ticket = Ticket(1000);
+        bench.writer.accept(WriterCommand::Forget { ticket, namespace: [3; 32], generation: 9 });
+        let mut ends = bench.finish();
+        assert_eq!(ends.remove(&ticket), Some(None), "a forget is no image");
+        let (errno, off) = (Some(IoFault::Errno(libc::EROFS)), Some(IoFault::Off));
+        let ended = |with| ends.values().filter(|fault| **fault == with).count();
+        assert_eq!((ends.len(), ended(errno) + ended(off)), (300, 300), "{ends:?}");
+        // Eight are reason enough; the others were in the kernel by then.
+        assert!((8..=8 + DEPTH).contains(&ended(errno)), "{} failed", ended(errno));
+
+        let order = |bench: &mut WriteBench, number: u64| {
+            bench.order(number, nth(slot_bytes, number as u32), 8192);
+            let asked = bench.log.lock().unwrap().len();
+            let fault = bench.finish()[&Ticket(number)];
+            (fault, bench.log.lock().unwrap().len() - asked)
+        };
+        let probe = |bench: &mut WriteBench| {
+            bench.writer.accept(WriterCommand::Probe);
+            run(&mut bench.writer);
+            assert_eq!(bench.ends.try_pop(), Some(SsdEnd::of_write_probe(None)));
+        };
+        assert_eq!(order(&mut bench, 1), (off, 0), "it is not sent");
+        probe(&mut bench);
+        assert_eq!(order(&mut bench, 2), (errno, 1), "the superblock has another place");
+        assert_eq!(order(&mut bench, 3), (off, 0), "which costs one page");
+        failing.store(false, Ordering::Relaxed);
+        probe(&mut bench);
+        assert_eq!(order(&mut bench, 4), (None, 1));
+        for number in 0..300 {
+            bench.order(number, nth(slot_bytes, number as u32 * step), 8192);
+        }
+        assert!(bench.finish().values().all(Option::is_none), "it works again");
     }
 }
 

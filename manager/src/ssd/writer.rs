@@ -12,6 +12,7 @@ use super::activity::{Allowance, ReadActivity};
 use super::counters::DeviceCounters;
 use super::flight::{Flight, part_of};
 use super::format::{Footer, padded};
+use super::halt::{Halt, Halted};
 use super::io::{CHUNK_IMAGE_BYTES_MAX, CHUNK_PARTS_MAX, Chunk, Engine, Part, Transfer};
 use super::metadata::{Metadata, fault_of};
 use super::order::{SsdEnd, WriteOrder, WriterCommand};
@@ -39,6 +40,7 @@ pub(crate) struct Writer {
     counters: Arc<DeviceCounters>,
     activity: Arc<ReadActivity>,
     pulse: Arc<Pulse>,
+    halt: Halt,
     /// How long nothing is sent, so that some reads are alone.
     pause: Option<Duration>,
     ends: HeapProd<SsdEnd>,
@@ -56,6 +58,7 @@ pub(crate) struct WriterParts {
     pub(crate) counters: Arc<DeviceCounters>,
     pub(crate) activity: Arc<ReadActivity>,
     pub(crate) pulse: Arc<Pulse>,
+    pub(crate) halted: Halted,
     pub(crate) ends: HeapProd<SsdEnd>,
     pub(crate) notify: Arc<dyn Fn() + Send + Sync>,
 }
@@ -80,6 +83,7 @@ impl Writer {
             together: Vec::new(),
             metadata: parts.metadata.watched_by(parts.pulse.clone()),
             pulse: parts.pulse,
+            halt: Halt::new(parts.halted),
             counters: parts.counters,
             activity: parts.activity,
             pause: None,
@@ -197,6 +201,9 @@ impl Writer {
         self.window.pop();
         if let Err(fault) = self.metadata.admit(order.slot) {
             self.flight.refuse(order, fault);
+            // The others would be refused as well: whether they are asked for is seen first.
+            self.left_early = true;
+            return false;
         } else if together {
             self.send_together(order, limit);
         } else {
@@ -271,6 +278,10 @@ impl Writer {
             WriterCommand::Write(_) => {}
             WriterCommand::Probe => {
                 let fault = self.metadata.write_synced().err().map(|error| fault_of(&error));
+                if fault.is_none() {
+                    self.halt.passed();
+                    self.flight.set_gives_up(false);
+                }
                 self.end_now(SsdEnd::of_write_probe(fault));
             }
             WriterCommand::Region { region, slot_bytes } => {
@@ -291,6 +302,25 @@ impl Writer {
                 self.end_now(SsdEnd::Forget { ticket, fault });
             }
         }
+    }
+
+    /// Ends the writes that the kernel does not have. All else waits as before.
+    fn refuse_writes(&mut self) {
+        if let Some(open) = self.open.take() {
+            self.flight.fail(open.page, IoFault::Off);
+            self.flight.seal(open.page);
+        }
+        while let Some(order) = self.window.pop() {
+            self.flight.refuse(order, IoFault::Off);
+        }
+        let flight = &mut self.flight;
+        self.backlog.retain(|command| match command {
+            WriterCommand::Write(order) => {
+                flight.refuse(*order, IoFault::Off);
+                false
+            }
+            _ => true,
+        });
     }
 
     fn end_now(&mut self, end: SsdEnd) {
@@ -328,6 +358,9 @@ impl Duty for Writer {
             self.abandon();
             return;
         }
+        if self.halt.holds() {
+            self.refuse_writes();
+        }
         match self.activity.allowance() {
             Allowance::Bytes(limit) => {
                 self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
@@ -352,6 +385,10 @@ impl Duty for Writer {
         let mut any = false;
         while let Some((order, fault)) = self.flight.take_ended() {
             self.counters.count_write(order.image.image_bytes, fault);
+            self.halt.record(fault);
+            if self.halt.holds() {
+                self.flight.set_gives_up(true);
+            }
             let (ticket, checksum) = (order.ticket, order.image.checksum);
             self.end(SsdEnd::Write { ticket, fault, checksum });
             any = true;
@@ -372,16 +409,11 @@ impl Duty for Writer {
 
     fn abandon(&mut self) {
         self.take_summed();
-        if let Some(open) = self.open.take() {
-            self.flight.fail(open.page, IoFault::Off);
-            self.flight.seal(open.page);
-        }
-        while let Some(order) = self.window.pop() {
-            self.flight.refuse(order, IoFault::Off);
-        }
+        self.refuse_writes();
         while let Some(command) = self.backlog.pop_front() {
             match command {
-                WriterCommand::Write(order) => self.flight.refuse(order, IoFault::Off),
+                // There is none any more.
+                WriterCommand::Write(_) => {}
                 WriterCommand::Forget { ticket, namespace, generation } => {
                     // Not told as done, but done as soon as there is a superblock again.
                     self.metadata.note_forget(namespace, generation);
