@@ -5,6 +5,7 @@
 //! when all else is ready.
 
 mod log;
+mod signals;
 mod start;
 
 use std::fs::File;
@@ -102,6 +103,7 @@ fn run(args: &ServeArgs) -> Result<(), ServeError> {
     tracing::info!("configuration: {}", config.summary());
     warn_of_closed_doors(&config);
     raise_descriptor_limit();
+    signals::ignore_file_size();
     let start = Start::watch()?;
     let Opened { mut service, http, mut made, _pool } = open(&config, &start)?;
     if !start.is_stopping() {

@@ -478,7 +478,10 @@ impl Service {
             let owner = self.copying.iter().position(|(ticket, _)| *ticket == end.ticket);
             let owner = owner.map(|at| self.copying.swap_remove(at).1);
             if let Some(error) = end.error {
-                self.telemetry.counters.add(Metric::DeviceFaults(error.fault().into()), 1);
+                // Whoever gave up on a fence had no fault.
+                if !matches!(error, CopyError::FenceGivenUp { .. }) {
+                    self.telemetry.counters.add(Metric::DeviceFaults(error.fault().into()), 1);
+                }
                 tracing::debug!(%error, "a copy stopped");
                 let died = matches!(error, CopyError::PeerExited { .. });
                 if let Some(session) = owner.filter(|_| error.ends_session()) {

@@ -90,7 +90,7 @@
 //! | `wake-fence` | waiter: sleep generation, full fence, re-check of the ring ([`doorbell::Sleeper::begin`]) | publisher: ring, full fence, look at the generation ([`doorbell::Ringer::ring`]) | either the re-check sees what was published or the publisher sees the sleep |
 //! | `bell` | publisher: release store of the doorbell, futex wake | waiter: acquire load before it announces its sleep; the kernel compares | a ring between announcing and sleeping is not slept over |
 //! | `bell-gate` | one of several ringers in a process: swap of the generation last woken ([`doorbell::ControlRinger::ring`]) | the other ringers | exactly one of them owes the wake of a sleep |
-//! | `done-word` | device: store after the last byte ([`segment::DoneWords::store`], or the GPU with its memory barrier) | engine: acquire load ([`segment::DoneWordsReader::load`]) | the bytes of the copied pages |
+//! | `done-word` | device: store after the last byte ([`segment::DoneWords::store`], or the GPU with its memory barrier) | engine: acquire load ([`segment::DoneWordsReader::load`]); Manager, before it stores a failure ([`segment::DoneWords::load`]) | the bytes of the copied pages |
 //! | `session-state` | Manager: release store ([`segment::ManagerSide::set_state`]) | engine: acquire load ([`segment::EngineSide::state`]) | nothing but itself |
 //!
 //! Page entries need no word of their own: the engine does not touch a range between publishing

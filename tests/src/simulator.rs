@@ -324,11 +324,13 @@ impl Simulation {
     fn answers(&self, work: &Work) -> bool {
         match work {
             Work::Read { slot, .. } | Work::Write { slot, .. } => self.silent != Some(slot.device),
+            // Every device records it.
+            Work::Forget { .. } => self.silent.is_none(),
             Work::Copy { session, fence: Some(fence), .. } => {
                 let event = &self.world.client(*session).events[fence.index as usize];
                 event.passed || event.given_up || fence.until <= self.world.now
             }
-            _ => true,
+            Work::Copy { .. } => true,
         }
     }
 

@@ -1,12 +1,13 @@
 //! Goal: a forgotten namespace is never hit again: not in DRAM, not on SSD, not through work that
 //! was in flight, not after a restart. Method: a forget at each moment of a page's life.
 
+use orbitkv_manager::core::limits::FORGETS_UNDER_WAY_MAX;
 use orbitkv_manager::core::{
     CoreConfig, Direction, Effects, IoFault, RegionGeometry, SpillOutcome,
 };
 use orbitkv_shm_protocol::ids::OperationId;
 use orbitkv_shm_protocol::record::{Code, PageOutcome, QueryMode, RequestBody, Status};
-use orbitkv_tests::rig::{PAGE, Rig, Seat, generous};
+use orbitkv_tests::rig::{MILLISECOND, PAGE, Rig, Seat, generous};
 use orbitkv_tests::world::{
     Fate, Work, World, chain, device, is_copy, is_read, is_write, pages, spec,
 };
@@ -88,6 +89,58 @@ fn a_record_that_fails_is_told() {
     rig.world.finish(0, Fate::Io(IoFault::Errno(5)));
     let ended = rig.world.ended(rig.seat.session, operation).completion;
     assert_eq!((ended.status, ended.code, ended.pages), (Status::Partial, Code::IoError, 4));
+}
+
+/// Goal: who forgets waits no longer than he said for a device that does not answer, and a closed
+/// session not at all; the record is made all the same. Method: the record stays under way.
+#[test]
+fn a_device_that_does_not_answer_holds_a_forget_up_to_its_deadline() {
+    let mut rig = Rig::ssd(16, 16);
+    rig.stored_on_ssd_only(&chain(1, 4));
+    let Seat { session, scope, .. } = rig.seat;
+    let operation = rig.world.request(session, RequestBody::Forget { scope }, &[], 5);
+    rig.world.advance(4 * MILLISECOND);
+    assert!(rig.world.take_ended(session, operation).is_none());
+    rig.world.advance(MILLISECOND);
+    let ended = rig.world.ended(session, operation).completion;
+    assert_eq!((ended.status, ended.code, ended.pages), (Status::Partial, Code::Deadline, 4));
+    let other = rig.sit(2);
+    rig.world.ask(other.session, RequestBody::Forget { scope: other.scope });
+    rig.world.close(other.session);
+    assert_eq!((rig.in_flight(is_record), rig.world.core.gauges().sessions), (2, 1));
+    rig.world.settle();
+    rig.assert_at_rest();
+    let mut world = rig.world.crash(|| true);
+    assert_eq!(hits_after_restart(&mut world, &chain(1, 4)), 0);
+}
+
+/// What a device keeps of them is bounded, however soon those who asked give up.
+#[test]
+fn forgets_that_nobody_waits_for_any_more_are_bounded() {
+    let mut rig = Rig::ssd(16, 16);
+    rig.stored_on_ssd_only(&chain(1, 4));
+    rig.world.check_every = 0;
+    let Seat { session, scope, .. } = rig.seat;
+    for _ in 0..FORGETS_UNDER_WAY_MAX {
+        let operation = rig.world.request(session, RequestBody::Forget { scope }, &[], 1);
+        rig.world.advance(MILLISECOND);
+        assert_eq!(rig.world.ended(session, operation).completion.code, Code::Deadline);
+    }
+    let refused = forget(&mut rig);
+    let ended = rig.world.ended(session, refused).completion;
+    assert_eq!((ended.status, ended.code), (Status::Error, Code::OverBudget));
+    assert_eq!(rig.in_flight(is_record), FORGETS_UNDER_WAY_MAX);
+    assert!(!rig.world.core.is_quiet(), "a stop waits for them");
+    rig.world.finish(0, Fate::Good);
+    let operation = forget(&mut rig);
+    assert!(rig.world.take_ended(session, operation).is_none(), "there is room again");
+    while rig.in_flight(is_record) > 0 {
+        let last = rig.world.work.len() - 1;
+        rig.world.finish(last, Fate::Good);
+    }
+    assert_eq!(rig.world.ended(session, operation).completion.status, Status::Ok);
+    rig.assert_at_rest();
+    assert!(rig.world.core.is_quiet());
 }
 
 #[test]

@@ -491,6 +491,37 @@ fn whoever_waits_for_a_device_that_ceases_to_read_is_told_at_once() {
     rig.assert_at_rest();
 }
 
+/// Nor does anybody who could not even begin to read from it. Method: a restore without memory for its
+/// first page and a query without budget for pages of a device, when that ceases to read.
+#[test]
+fn nobody_waits_for_room_to_read_from_a_device_that_ceases_to_read() {
+    let config = CoreConfig { query_budget_bytes: 6 * PAGE, ..generous(4 * PAGE) };
+    let mut rig = Rig::new(config, &[device(1, 128 * PAGE)], spec("model", PAGE));
+    let (cold, hot) = (chain(1, 4), chain(2, 4));
+    rig.stored_on_ssd_only(&cold);
+    let Seat { session, scope, .. } = rig.seat;
+    let candidate = rig.world.query(session, scope, QueryMode::Candidate, &pages(&cold[..2]));
+    let lease = rig.world.ended(session, candidate).completion.lease.expect("a lease");
+    rig.stored(&hot);
+    let other = rig.sit(2);
+    let held = rig.lease_for(other, &hot);
+    let query = rig.query(other, &cold);
+    let restore = rig.restore(rig.seat, lease, &cold[..2], false);
+    rig.world.settle_only(is_write);
+    assert_eq!(rig.in_flight(is_read), 0);
+    assert!(rig.world.take_ended(session, restore).is_none(), "it waits for memory");
+    assert!(rig.world.take_ended(other.session, query).is_none(), "it waits for budget");
+    rig.world.set_readable(0, false);
+    let ended = rig.world.ended(session, restore).completion;
+    assert_eq!((ended.code, ended.pages, ended.pages_refused), (Code::IoError, 0, 2), "{ended:?}");
+    let ended = rig.world.ended(other.session, query).completion;
+    assert_eq!((ended.status, ended.pages, ended.lease), (Status::Ok, 0, None), "{ended:?}");
+    rig.world.set_readable(0, true);
+    rig.release(other, held);
+    assert_eq!(rig.hits(&cold), 4);
+    rig.assert_at_rest();
+}
+
 /// Reads of another device go on for an operation that one device has let down: it gets all that is
 /// in front of the first page there.
 #[test]

@@ -369,6 +369,10 @@ fn a_forget_meanwhile_is_obeyed() {
         let saved = world.save(session, region, &pages(&old[..2]));
         world.settle_only(is_copy(Direction::Save));
         assert_eq!(world.ended(session, saved).completion.pages, 2);
+        if taken_over.is_none() {
+            // However long the census takes.
+            world.advance(2 * world.config().operation_timeout_ns);
+        }
         assert!(world.take_ended(session, forget).is_none(), "not recorded yet: {taken_over:?}");
         take_over(&mut world);
         assert!(world.take_ended(session, forget).is_none(), "not synced yet: {taken_over:?}");

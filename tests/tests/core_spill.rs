@@ -24,6 +24,35 @@ fn outcomes(rig: &Rig, outcome: SpillOutcome) -> u64 {
     rig.world.core.stats().spill[outcome as usize]
 }
 
+/// Goal: what nobody has summed is summed once, by whoever writes it, and read back by that. Method: a
+/// save from a device that does not sum, writes of which one is refused after its sum was known.
+#[test]
+fn a_page_that_its_device_did_not_sum_is_summed_with_its_footer() {
+    let mut rig = Rig::ssd(32, 64);
+    rig.world.sums = false;
+    let whole = chain(1, 3);
+    rig.stored(&whole);
+    let sums = |rig: &Rig| -> Vec<bool> {
+        let known = |work: &Work| match work {
+            Work::Write { image, .. } => Some(image.checksum.is_some()),
+            _ => None,
+        };
+        rig.world.work.iter().filter_map(known).collect()
+    };
+    assert_eq!(sums(&rig), [false; 3]);
+    rig.world.finish(2, Fate::Io(IoFault::Off));
+    rig.world.settle();
+    assert_eq!(rig.world.core.device_usage(0).1, 2);
+    rig.world.core.set_device_accepts_writes(0, true);
+    rig.world.pump();
+    assert_eq!(sums(&rig), [true], "what was summed is summed again");
+    rig.world.settle();
+    rig.world.evict_dram();
+    // Reads expect the sum of the footer.
+    assert_eq!(rig.hits(&whole), 3);
+    assert_eq!(rig.world.core.stats().ssd_read_errors, [0; 5]);
+}
+
 #[test]
 fn the_coldest_chain_is_written_first_from_its_root() {
     let one_by_one = CoreConfig { writes_in_flight_max: 1, ..config(32) };
@@ -523,6 +552,22 @@ fn a_device_that_takes_no_writes_keeps_what_it_has() {
     rig.world.core.set_device_accepts_writes(0, true);
     rig.world.pump();
     assert!(rig.in_flight(is_write) > 0);
+}
+
+/// A chain that is longer than the tier keeps every slot for what waits below: its end is given up,
+/// so that every page has an outcome and the slots serve others.
+#[test]
+fn the_end_of_a_chain_that_the_tier_cannot_hold_does_not_wait_for_ever() {
+    let mut rig = Rig::ssd(64, 16);
+    rig.stored(&chain(1, 20));
+    rig.world.settle();
+    assert_eq!(rig.world.core.gauges().spill_pages, 0, "nothing waits for ever");
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 16);
+    assert_eq!(outcomes(&rig, SpillOutcome::EvictedUnwritten), 4);
+    assert_eq!(rig.world.core.device_usage(0).1, 16, "no slot was given up for nothing");
+    rig.stored(&chain(2, 4));
+    rig.world.settle();
+    assert_eq!(outcomes(&rig, SpillOutcome::Written), 20);
 }
 
 /// A full tier of one page size does not shut out another for ever.

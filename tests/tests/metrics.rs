@@ -361,6 +361,8 @@ fn full_pool_and_waiting_query(
 }
 
 fn evictions_on_both_tiers(manager: &Manager, engine: &mut Engine) {
+    // What is being written keeps its memory.
+    manager.settle_empty();
     // Twice what the SSD tier holds.
     for sequence in 100..132 {
         engine.save_all(&hashes(sequence, 0..4));

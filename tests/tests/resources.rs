@@ -229,6 +229,30 @@ fn too_few_descriptors_are_refused_or_warned_of() {
     manager.stop();
 }
 
+/// Goal: a limit of file sizes never ends the Manager by a signal. A tier that is longer is refused
+/// at the start, with both numbers and the fix, a file that was there included; a client whose
+/// segments are longer is refused, and those that fit are served. Method: limits of half the tier,
+/// and of a third of the segments that a client asks for by default.
+#[test]
+fn a_limit_of_file_sizes_is_an_error_and_not_the_end() {
+    let confine = ["prlimit", "--fsize=33554432"];
+    let refused = ["longer than 33554432 bytes", "67108864", "ulimit -f", "--ssd-capacity"];
+    let mut setup = setup!().ssd("64MiB").under(&confine);
+    setup.refused().says(3, &refused);
+    assert!(!setup.ssd_file().exists());
+    setup.again();
+    let setup = setup.ssd("64MiB").start().stop().under(&confine);
+    setup.refused().says(3, &refused);
+    assert!(setup.ssd_file().exists());
+    let mut manager = setup!().under(&["prlimit", "--fsize=1048576"]).start();
+    let large = Connect::new(manager.socket()).page_entries(65_536);
+    large.connect().expect_err("3 MiB of page entries in a file of 1 MiB");
+    assert!(manager.is_running());
+    let small = Connect::new(manager.socket()).ring_capacity(64).page_entries(1024);
+    drop(small.connect().unwrap());
+    manager.stop();
+}
+
 /// Goal: clients that use up all descriptors of the Manager harm only those that come later: no
 /// session is lost, nothing spins, few lines are logged, and it goes on when they leave. Method: a
 /// limit of 64 and as many connections as fit and more.

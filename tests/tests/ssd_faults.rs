@@ -1062,3 +1062,46 @@ fn a_file_that_hangs_holds_up_nothing_of_another(engine: &str) {
         rig.manager().settle_empty();
     });
 }
+
+/// Goal: what no device takes has an outcome too: a replay on a disk that takes no writes ends well,
+/// with every page that it offered accounted for. Method: a device that is read-only before the
+/// replay, so that what it saves waits.
+#[test]
+fn a_replay_on_a_disk_that_takes_no_writes_accounts_for_every_page() {
+    in_private_mounts(|| {
+        let rig = Rig::new("uring");
+        let _broken = fail(&rig.disk, On::Writes);
+        let mut engine = rig.attach("before", 64);
+        save_each(&mut engine, &roots(0..64));
+        rig.manager().settle("read-only", |seen| seen.ssd[0].health == "read_only");
+        drop(engine);
+        let folder = tempfile::tempdir().unwrap();
+        let (trace, json) = (folder.path().join("trace.jsonl"), folder.path().join("report.json"));
+        let head = r#"{"format":"kvtrace-1","name":"wait","block_tokens":16,"partial_tail":false}"#;
+        let line = |session: u64| format!("\n[0,{session},64,1,[{},4]]", session * 1000);
+        fs::write(&trace, head.to_owned() + &(1..=16).map(line).collect::<String>()).unwrap();
+        let socket = rig.manager().socket();
+        let [trace, report, socket] = [&trace, &json, &socket].map(|path| path.to_str().unwrap());
+        let output = rig.manager().setup().orbitkv(&[
+            "replay",
+            "--trace",
+            trace,
+            "--socket",
+            socket,
+            "--json",
+            report,
+            "--engines",
+            "1",
+        ]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        let report: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+        let spill = report["spill"].as_object().unwrap();
+        let sum: u64 = spill.values().map(|pages| pages.as_u64().unwrap()).sum();
+        assert_eq!(Some(sum), report["spill_offered"].as_u64(), "{report}");
+        assert_eq!(report["spill"]["written"], 0, "{report}");
+        let waiting = report["spill_unwritable"].as_u64().unwrap();
+        assert!(waiting > 0, "{report}");
+        assert!(report["spill"]["failed"].as_u64().unwrap() >= waiting, "{report}");
+        assert_eq!(report["pages_saved"], 64, "{report}");
+    });
+}

@@ -69,7 +69,10 @@ pub(crate) fn run(args: &EvictArgs) -> Result<Exit, ToolError> {
             if spill_drained {
                 return Ok(Exit::Ok);
             }
-            complain("orbitkv: the spill set was not empty in time; raise --timeout");
+            complain(
+                "orbitkv: the spill set was not empty in time; raise --timeout, or see in `orbitkv \
+                 inspect ssd` whether a device takes no writes",
+            );
             Ok(Exit::Failed)
         }
         ManagerMessage::Refused { message, .. } => {

@@ -361,7 +361,14 @@ fn copies_are_measured_beside_raw_ones() {
     let name = |one: &Value| format!("{} {}", one["shape"], one["op"]).replace('"', "");
     assert_eq!(
         results.iter().map(name).collect::<Vec<_>>(),
-        ["4k save", "4k restore", "18m_split save", "18m_split restore", "18m_split both"]
+        [
+            "4k save",
+            "4k restore",
+            "18m_split save",
+            "18m_split restore",
+            "18m_split both",
+            "4k_again restore"
+        ]
     );
     for one in results {
         for key in ["ours_us_p50", "ours_us_p99", "raw_us_p50", "ratio", "gb_per_s"] {
@@ -369,7 +376,7 @@ fn copies_are_measured_beside_raw_ones() {
         }
         assert_eq!(one["mismatches"], 0);
         let (bytes, segments) = match one["shape"].as_str() {
-            Some("4k") => (4096, 1),
+            Some("4k" | "4k_again") => (4096, 1),
             _ => (18 << 20, 9216),
         };
         let times = if one["op"] == "both" { 2 } else { 1 };

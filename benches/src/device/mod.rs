@@ -33,6 +33,12 @@ pub use shape::{SHAPES, Shape};
 
 /// Shapes that are copied beside a busy GPU: small, many parts, large.
 const BESIDE_BUSY: [&str; 3] = ["4k", "18m_split", "576m_36x256k"];
+/// Shapes that are restored again and again as well, without a look at the bytes in between: after
+/// such a look every thread sleeps, and what is measured is how long it takes to wake.
+const REPEATED: [&str; 1] = ["4k"];
+/// Slices of such restores, ours and raw in turn, and how long one is.
+const REPEATS: usize = 8;
+const REPEAT_SLICE: Duration = Duration::from_millis(100);
 /// DRAM of the Manager beside what pages need.
 const DRAM_SPARE: u64 = 64 << 20;
 /// Times the bytes of the largest shape: two saves of it, leases of at most half, and room.
@@ -78,7 +84,7 @@ pub struct Options {
 impl Options {
     /// How often [`run`] reports progress.
     pub fn steps(&self) -> u64 {
-        let rounds = self.shapes.len() as u64 * u64::from(self.runs);
+        let rounds = self.orders().len() as u64;
         let beside = self.beside_busy.map_or(0, |_| self.busy_orders().len() as u64);
         rounds + beside
     }
@@ -87,7 +93,16 @@ impl Options {
         let rounds = |&shape: &usize| {
             (0..self.runs).map(move |round| Order::Round { shape, ours_first: round % 2 == 0 })
         };
-        self.shapes.iter().flat_map(rounds).collect()
+        let repeated = |&shape: &usize| {
+            let slice_ns = REPEAT_SLICE.as_nanos() as u64;
+            let wanted = REPEATED.contains(&SHAPES[shape].name);
+            let runs = [true, false].map(|ours| Order::Run { ours, slice_ns });
+            let begin = wanted.then_some(Order::Prepare { shape, op: Op::Restore });
+            let runs = runs.into_iter().cycle().take(if wanted { 2 * REPEATS } else { 0 });
+            begin.into_iter().chain(runs).chain(wanted.then_some(Order::Check))
+        };
+        let shapes = self.shapes.iter();
+        shapes.clone().flat_map(rounds).chain(shapes.flat_map(repeated)).collect()
     }
 
     fn busy_orders(&self) -> Vec<Order> {
@@ -137,10 +152,18 @@ pub fn run(options: Options, progress: &mut dyn FnMut(u64)) -> Result<Report, Be
     let orders = options.orders();
     let mut results = Results::default();
     let mut crew = Crew::start("engine", 1, &job(&orders), options.interrupted)?;
+    let (mut repeated, mut ours) = (&SHAPES[0], None);
     for order in &orders {
-        let copies = copies_of(crew.measure()?)?;
-        if let Order::Round { shape, .. } = *order {
-            results.add(&SHAPES[shape], copies);
+        let mut copies = copies_of(crew.measure()?)?;
+        match *order {
+            Order::Round { shape, .. } => results.add(&SHAPES[shape], copies),
+            Order::Prepare { shape, .. } => repeated = &SHAPES[shape],
+            Order::Run { ours: true, .. } => ours = copies.pop(),
+            Order::Run { ours: false, .. } => {
+                let (raw, ours) = copies.pop().zip(ours.take()).ok_or_else(strange)?;
+                results.add(&repeated.again(), vec![Copies { raw_ns: raw.raw_ns, ..ours }]);
+            }
+            Order::Check => {}
         }
         step();
     }

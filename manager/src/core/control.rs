@@ -7,6 +7,7 @@ use super::effect::{Effect, Effects};
 use super::event::{IoFault, Nanos, Ticket};
 use super::flow::Work;
 use super::job::{Job, JobRef, Stage};
+use super::limits::FORGETS_UNDER_WAY_MAX;
 use super::namespace::NamespaceId;
 use super::replacement::{ListKind, Recency};
 use super::session::Scope;
@@ -84,7 +85,13 @@ impl Core {
             out.list.push(Effect::GiveUpFence { session: job.session, index });
         }
         match job.stage {
-            Stage::Idle | Stage::Forget { .. } | Stage::Unregister { .. } => {}
+            Stage::Idle | Stage::Unregister { .. } => {}
+            // The records are made all the same.
+            Stage::Forget { .. } if deadline || job.abandoned => {
+                job.stop_at(code, None);
+                self.end_forget(now, reference, out);
+            }
+            Stage::Forget { .. } => {}
             Stage::Wait { .. } => {
                 let (id, operation, kind) = (job.session, job.operation, job.kind);
                 for entry in &mut job.entries {
@@ -161,6 +168,9 @@ impl Core {
         };
         let (mut pages, mut bytes) = (0, 0);
         let durable = !self.slots.is_empty();
+        if durable && self.flow.forgets() + members.len() > FORGETS_UNDER_WAY_MAX {
+            return self.fail(ctx, ended, Code::OverBudget, out);
+        }
         let reference = durable
             .then(|| self.open_job(ctx, &ended, Stage::Forget { pending: members.len() as u32 }));
         for namespace in members {
@@ -236,6 +246,11 @@ impl Core {
         if *pending > 0 {
             return;
         }
+        self.end_forget(now, reference, out);
+    }
+
+    fn end_forget(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
+        let Some(job) = self.jobs.get(reference) else { return };
         let code = job.stop.map_or(Code::None, |stop| stop.code);
         let mut ended = Completion::ok(job.operation, job.kind);
         ended.pages = job.found;
@@ -389,9 +404,11 @@ impl Core {
         if now < self.next_deadline {
             return;
         }
-        let runs = |job: &Job| {
-            let ignores = matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
-            !ignores && job.stop.is_none_or(|stop| stop.code == Code::OverBudget)
+        let runs = |job: &Job| match job.stage {
+            Stage::Unregister { .. } => false,
+            // Whatever became of some of its records.
+            Stage::Forget { .. } => true,
+            _ => job.stop.is_none_or(|stop| stop.code == Code::OverBudget),
         };
         // Stopping one may start another whose deadline has passed too.
         loop {

@@ -94,11 +94,13 @@ pub(super) struct Flow {
     restores: VecDeque<JobRef>,
     /// Restores without memory for their next read.
     pub(super) starved: VecDeque<JobRef>,
-    /// Memory was freed or let go of since they last tried.
+    /// Memory was freed or let go of since they last tried, or they need none any more.
     pub(super) memory_moved: bool,
     /// Without the long ones, which their sessions count.
     copies_in_flight: [u32; 2],
     long_copies_in_flight: u32,
+    /// Records of forgets that are not on SSD yet.
+    forgets: usize,
     pub(super) ssd: Devices,
 }
 
@@ -115,6 +117,7 @@ impl Flow {
             memory_moved: false,
             copies_in_flight: [0; 2],
             long_copies_in_flight: 0,
+            forgets: 0,
             ssd: Devices::new(config),
         }
     }
@@ -124,6 +127,7 @@ impl Flow {
             self.work.push((1, Work::Free));
             self.work.len() as u32 - 1
         });
+        self.forgets += usize::from(matches!(work, Work::Forget { .. }));
         let slot = &mut self.work[index as usize];
         slot.1 = work;
         Ticket(u64::from(slot.0) << 32 | u64::from(index))
@@ -138,7 +142,13 @@ impl Flow {
         }
         slot.0 = slot.0.wrapping_add(1);
         self.free.push(index);
-        std::mem::replace(&mut slot.1, Work::Free)
+        let ended = std::mem::replace(&mut slot.1, Work::Free);
+        self.forgets -= usize::from(matches!(ended, Work::Forget { .. }));
+        ended
+    }
+
+    pub(super) fn forgets(&self) -> usize {
+        self.forgets
     }
 
     pub(super) fn copies_in_flight(&self) -> u32 {
@@ -180,6 +190,8 @@ impl Flow {
         let long = |work: &&Work| matches!(work, Work::Copy { long: true, .. });
         let counted = self.under_way().filter(long).count();
         assert_eq!(self.long_copies_in_flight as usize, counted, "long copies");
+        let forgets = self.under_way().filter(|work| matches!(work, Work::Forget { .. }));
+        assert_eq!(self.forgets, forgets.count(), "forgets");
     }
 
     /// Panics unless the marks of a job say in which queues it stands. For tests.
@@ -723,7 +735,8 @@ impl Core {
     }
 
     /// Says whether pages can be read from an SSD device. Who waits for one that ceases to read is
-    /// told at once; the reads themselves keep their memory until they end.
+    /// told at once, or in the [`pump`](Self::pump) that follows; the reads themselves keep their
+    /// memory until they end.
     pub fn set_device_readable(
         &mut self,
         now: Nanos,
@@ -747,6 +760,10 @@ impl Core {
             let waiters = std::mem::replace(&mut self.pages[page].waiters, NIL);
             self.tell(now, waiters, Some(IoFault::Off), out);
         }
+        // Nor does anybody wait for memory to read from it, or for budget for what lies there.
+        self.flow.memory_moved = true;
+        self.look_up_waiting_again();
+        self.admit_waiting(now, out);
         self.end_drains(now, out);
     }
 

@@ -89,7 +89,7 @@ impl Core {
     }
 
     /// After a [`pump`](Self::pump) nobody waits for a device that has room, or for a page that is in
-    /// DRAM.
+    /// DRAM, or for memory to read from a device that reads nothing.
     ///
     /// # Panics
     /// When somebody does.
@@ -100,6 +100,12 @@ impl Core {
             |job| self.jobs.get(job).is_some(),
             |job| self.jobs.get(job).and_then(Job::next_page).is_some_and(is_here),
         );
+        for (_, job) in self.jobs.iter() {
+            let Stage::Restore { waits_for_memory: true, .. } = job.stage else { continue };
+            let slot = job.next_page().and_then(|page| self.pages[page].slot);
+            let reads = slot.is_none_or(|slot| self.flow.ssd.is_readable(slot.device));
+            assert!(reads, "waits for memory to read what cannot be read: {job:?}");
+        }
     }
 
     /// Pages and saves own every byte of the arenas that no free run has.
@@ -395,7 +401,7 @@ impl Core {
     /// Every operation whose deadline ends it is looked at in time.
     fn check_deadline(&self, job: &Job) {
         let waits = job.stop.is_none() && !job.silent;
-        let ends = !matches!(job.stage, Stage::Forget { .. } | Stage::Unregister { .. });
+        let ends = !matches!(job.stage, Stage::Unregister { .. });
         if waits && ends {
             assert!(self.next_deadline <= job.deadline, "nobody sees the deadline of {job:?}");
         }

@@ -53,6 +53,9 @@ pub const NAMESPACES_MAX: usize = 4096;
 pub const fn namespaces_kept(most: usize) -> usize {
     most / 8
 }
+/// Records of forgets that are not on SSD yet. Whoever asks for one more is refused: a device that
+/// hangs keeps them, whether or not anybody still waits for them.
+pub const FORGETS_UNDER_WAY_MAX: usize = 1 << 14;
 /// Leases at a time: a lease id holds its slot in so many bits.
 pub const LEASES_MAX: usize = 1 << LEASE_INDEX_BITS;
 pub(super) const LEASE_INDEX_BITS: u32 = 20;

@@ -383,7 +383,10 @@ impl Core {
     }
 
     fn deadline(&self, now: Nanos, request: &Request) -> Nanos {
+        let is_forget = request.kind() == RequestKind::Forget;
         let wait = match request.deadline_ms {
+            // Not before it is known what is on SSD can it be recorded: that takes as long as it takes.
+            0 if is_forget && self.is_in_census() => return Nanos::MAX,
             0 => self.config.operation_timeout_ns,
             ms => u64::from(ms) * 1_000_000,
         };

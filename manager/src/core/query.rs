@@ -10,7 +10,7 @@ use super::effect::Effects;
 use super::event::Nanos;
 use super::extents::UNIT_BYTES;
 use super::index::PageId;
-use super::job::{Entry, EntryState, FillPage, JobRef, Stage};
+use super::job::{Entry, EntryState, FillPage, Job, JobRef, Stage};
 use super::lease::{LeasePart, LeasedPage};
 use super::namespace::NamespaceId;
 use super::stats::PrepareOutcome;
@@ -268,6 +268,18 @@ impl Core {
         // The first that waits finds out what for.
         if !self.sessions.total_is_short {
             self.admit_waiting(ctx.now, out);
+        }
+    }
+
+    /// Queries that wait for budget may find less than when they began to: what they needed then says
+    /// nothing any more.
+    pub(super) fn look_up_waiting_again(&mut self) {
+        let waits = |job: &Job| matches!(job.stage, Stage::Wait { .. });
+        let waiting = self.jobs.iter().filter(|(_, job)| waits(job));
+        for reference in waiting.map(|(reference, _)| reference).collect::<Vec<_>>() {
+            if let Some(job) = self.jobs.get_mut(reference) {
+                job.bytes = 0;
+            }
         }
     }
 

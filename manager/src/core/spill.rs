@@ -116,11 +116,36 @@ impl Core {
         // Slot sizes that have no slot to give now: pages of other sizes need not wait for them.
         let mut full: Vec<u32> = Vec::new();
         while !self.spill.is_empty() && self.may_write() {
-            let Some((page, bytes)) = self.next_to_write(&full) else { return };
+            let Some((page, bytes)) = self.next_to_write(&full) else { break };
             if !self.start_write(page, bytes, out) {
                 full.push(bytes);
             }
         }
+        if !full.is_empty() && self.waits_for_nothing() {
+            self.give_up_coldest();
+        }
+    }
+
+    /// Whether nothing is under way that could make a slot free. Then every slot is kept by a page
+    /// that waits: chains that are all written in part need their beginnings for the rest.
+    fn waits_for_nothing(&self) -> bool {
+        let total = self.flow.ssd.total();
+        let devices_take = self.flow.ssd.numbers().all(|at| self.slots.accepts_writes(at));
+        let idle = total.writes == 0 && total.reads == 0 && self.pinned_bytes == 0;
+        devices_take && idle && !self.has_forgotten_pages() && !self.is_over_write_budget()
+    }
+
+    /// Gives up the end of the chain that would leave DRAM first, so that its slots serve others.
+    fn give_up_coldest(&mut self) {
+        let Some(mut last) = self.spill.coldest() else { return };
+        let waits = |&child: &PageId| self.spill.contains(&self.pages, child);
+        while let Some(below) = self.pages.children(last).find(waits) {
+            last = below;
+        }
+        self.leave_spill(last);
+        self.stats.spilled(SpillOutcome::EvictedUnwritten);
+        // Another turn looks whether that was enough.
+        self.unsettle(last, SpillOutcome::EvictedUnwritten);
     }
 
     /// Whether the write budget is used up.

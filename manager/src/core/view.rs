@@ -163,9 +163,10 @@ impl Core {
                 && self.slots.take_writes())
     }
 
-    /// Whether nothing is in flight: no copy, read or write.
+    /// Whether nothing is in flight: no copy, read or write, nor the record of a forget.
     pub fn is_quiet(&self) -> bool {
-        self.flow.copies_in_flight() == 0 && self.flow.ssd.total() == InFlight::default()
+        let on_ssd = self.flow.forgets() == 0 && self.flow.ssd.total() == InFlight::default();
+        self.flow.copies_in_flight() == 0 && on_ssd
     }
 
     /// Operations and hints under way: those that did not end with the event that began them.

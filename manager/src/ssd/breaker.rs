@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use super::health::HUNG_AFTER;
+
 /// Outcomes that are looked back on.
 const WINDOW: u32 = u32::BITS;
 /// Failures among them that open the breaker.
@@ -10,8 +12,9 @@ const FAULTS_MAX: u32 = 8;
 const PAUSE_MIN: Duration = Duration::from_secs(2);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// A try that takes longer than this is none.
-const TRY_MAX: Duration = Duration::from_secs(1);
+/// A try that takes longer than this is none. A device that is merely slow, or is asked to write a
+/// large page beside many reads, works: how long its chunks take says what it is given.
+const TRY_MAX: Duration = HUNG_AFTER;
 
 /// Why one kind of work was stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -135,6 +138,7 @@ impl Breaker {
 
 #[cfg(test)]
 mod tests {
+    use super::super::health::SLOW_AFTER;
     use super::*;
 
     #[test]
@@ -183,6 +187,8 @@ mod tests {
         assert_eq!(breaker.open(), Some(Cause::Hung));
         let later = start + PAUSE_MIN;
         assert!(breaker.would_try(later) && breaker.admits(|| later));
+        let mut slow = breaker;
+        assert_eq!(slow.record(false, || later + SLOW_AFTER * 2), Change::Closed, "slow, not bad");
         assert!(!breaker.would_try(later));
         let late = later + TRY_MAX * 2;
         assert_eq!(breaker.record(false, || late), Change::None);

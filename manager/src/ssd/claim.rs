@@ -67,6 +67,7 @@ impl Claimed {
 fn prepare(file: &mut SsdFile, config: &SsdConfig) -> Result<(Superblock, bool), SsdError> {
     let files = config.paths.len() as u64;
     let want = config.capacity_bytes / files / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
+    file.check_limit(want)?;
     // Nothing but zeros and no longer than our tables: made by nobody, or by a start of ours
     // that was cut off.
     let mut state = if file.len()? <= BLANK_BYTES_MAX && file.is_blank(BLANK_BYTES_MAX)? {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ringbuf::traits::{Consumer, Observer, Producer, Split};
 use ringbuf::{HeapCons, HeapProd, HeapRb};
@@ -37,6 +37,11 @@ pub(crate) const WRITE_QUEUE: usize = 4096;
 const RECORD_QUEUE: usize = 4096;
 /// Places that are read in turn to see whether a device is good again: its begin and where it failed.
 const PROBE_PLACES: u32 = 2;
+
+/// A device whose writes hung, and for which nobody has a write to try it with for so long, is tried
+/// with its superblock: nothing else says that it answers again. Where writes failed, only an image
+/// says more, since its place is another.
+const UNWANTED_AFTER: Duration = Duration::from_secs(5);
 
 /// Rings the reactor.
 pub type Notify = Arc<dyn Fn() + Send + Sync>;
@@ -200,6 +205,11 @@ impl Device {
         self.slowness.look(oldest, self.write.pulse.mean(), now);
         if self.write.signs().is_hung() {
             self.write.breaker.trip(Cause::Hung, now);
+        } else if self.write.breaker.open() == Some(Cause::Hung)
+            && let Some(before) = now.checked_sub(UNWANTED_AFTER)
+            && self.write.breaker.would_try(before)
+        {
+            let _ = self.write.submit(WriterCommand::Probe, WRITE_QUEUE);
         }
         if self.read.signs().is_hung() {
             self.read.breaker.trip(Cause::Hung, now);
@@ -285,16 +295,20 @@ impl Device {
                 return Some(end);
             }
         }
-        let end = self.write.ends.try_pop()?;
-        self.write.out -= 1;
-        if let SsdEnd::Write { fault, .. } = end {
-            self.write.record(fault);
-            if fault == Some(IoFault::NoSpace) {
-                // Every other write would fail as well.
-                self.write.breaker.trip(Cause::NoSpace, Instant::now());
+        while let Some(end) = self.write.ends.try_pop() {
+            self.write.out -= 1;
+            if let SsdEnd::Write { fault, .. } = end {
+                self.write.record(fault);
+                if fault == Some(IoFault::NoSpace) {
+                    // Every other write would fail as well.
+                    self.write.breaker.trip(Cause::NoSpace, Instant::now());
+                }
+            }
+            if !end.is_probe() {
+                return Some(end);
             }
         }
-        Some(end)
+        None
     }
 
     /// Wakes the workers to look at the control word.
@@ -439,6 +453,77 @@ pub struct DeviceInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ssd::claim::{Claimed, MadeFiles};
+    use crate::ssd::conformance::pool;
+    use crate::ssd::engine::{EngineChoice, resolve};
+    use crate::ssd::tier::SsdConfig;
+
+    /// What the workers of one device share, and who hears of their ends.
+    fn shared(config: &SsdConfig, notify: Notify) -> (Shared, Receiver<()>) {
+        let (alive, gone) = channel();
+        let shared = Shared {
+            memory: pool(2 << 20),
+            arenas: [].into(),
+            resolved: resolve(config.engine).unwrap(),
+            write_bytes_in_flight: config.write_in_flight_bytes,
+            read_join_bytes: config.read_join_bytes,
+            control: Arc::new(Control::default()),
+            notify,
+            alive,
+        };
+        (shared, gone)
+    }
+
+    /// Goal: a device whose writes hung is well again although nobody has anything to write. Method: its
+    /// breaker opened so long ago that the first try may be made, which is for an image, then that
+    /// nobody wants it.
+    #[test]
+    fn a_device_that_nobody_writes_to_finds_out_itself_that_it_works_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = SsdConfig {
+            paths: vec![folder.path().join("tier")],
+            capacity_bytes: 64 << 20,
+            direct: false,
+            engine: EngineChoice::Auto,
+            write_in_flight_bytes: 2 << 20,
+            read_join_bytes: 1 << 20,
+            slot_bytes_max: 0,
+        };
+        let mut made = MadeFiles::default();
+        let claimed = Claimed::open(&config.paths[0], &config, &mut made).unwrap();
+        let (tell, told) = channel();
+        let (shared, gone) = shared(&config, Arc::new(move || tell.send(()).unwrap()));
+        let counters = Arc::new(DeviceCounters::default());
+        let metadata = Metadata::new(claimed.file.clone(), claimed.state, counters.clone());
+        let mut device = Device::start(claimed.file, metadata, counters, &shared).unwrap();
+        let open_for = |cause, time: Duration| {
+            let mut breaker = Breaker::closing_after(1);
+            breaker.trip(cause, Instant::now().checked_sub(time).unwrap());
+            breaker
+        };
+        let first_pause = Duration::from_secs(2);
+        let unwanted = first_pause + UNWANTED_AFTER;
+        for (cause, time) in
+            [(Cause::Hung, first_pause), (Cause::Errors, unwanted), (Cause::NoSpace, unwanted)]
+        {
+            device.write.breaker = open_for(cause, time);
+            device.tend();
+            assert_eq!((device.write.out, device.status().tries_writes), (0, true), "{cause:?}");
+        }
+        while device.status().health != Health::Healthy {
+            // Again where the machine is so busy that a try takes too long.
+            device.write.breaker = open_for(Cause::Hung, unwanted);
+            device.tend();
+            assert_eq!((device.write.out, device.status().tries_writes), (1, false));
+            told.recv_timeout(Duration::from_secs(120)).unwrap();
+            assert_eq!(device.poll(), None);
+        }
+        assert!(device.status().counters.superblock_writes > 0);
+        shared.control.abort();
+        device.wake();
+        drop(shared);
+        assert!(gone.recv().is_err(), "the workers end");
+    }
 
     #[test]
     fn orders_that_the_device_was_not_asked_for_hide_no_failures() {

@@ -140,6 +140,19 @@ pub enum SsdError {
         /// Bytes that the file system would still give.
         free: u64,
     },
+    /// This process may not write so far into a file.
+    #[error(
+        "ssd file {path}: no file of this process may be longer than {limit} bytes, this one would be \
+         {want}; raise the limit (ulimit -f, LimitFSIZE=) or lower --ssd-capacity"
+    )]
+    LengthLimit {
+        /// The file.
+        path: PathBuf,
+        /// `RLIMIT_FSIZE`, in bytes.
+        limit: u64,
+        /// Length that its capacity takes, in bytes.
+        want: u64,
+    },
     /// The file system cannot do direct I/O.
     #[error(
         "ssd file {path}: its file system refuses O_DIRECT; choose another path, or say --ssd-direct off \

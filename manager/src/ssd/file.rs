@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use rustix::io::Errno;
+use rustix::process::Resource;
 
 use super::error::SsdError;
 use super::format::{BLOCK_BYTES, Block};
@@ -193,6 +194,17 @@ impl SsdFile {
         // The file holds everybody's KV. Not ours to change is no reason to stop.
         let _ = self.file.set_permissions(std::fs::Permissions::from_mode(0o600));
         Ok(())
+    }
+
+    /// Refuses what this process may not write: the disk has the space, each write would fail.
+    pub(crate) fn check_limit(&self, capacity_bytes: u64) -> Result<(), SsdError> {
+        match rustix::process::getrlimit(Resource::Fsize).current {
+            Some(limit) if limit < capacity_bytes => {
+                let path = self.path.clone();
+                Err(SsdError::LengthLimit { path, limit, want: capacity_bytes })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Refuses before the disk is filled to the brim for nothing.

@@ -17,7 +17,7 @@ pub struct ReadOrder {
     pub checksum: u64,
 }
 
-/// Ticket of a read that nobody ordered: whether a device that failed reads again.
+/// Ticket of work that nobody ordered: whether a device that failed can be read or written again.
 const PROBE: Ticket = Ticket(u64::MAX);
 
 impl ReadOrder {
@@ -38,9 +38,16 @@ impl ReadOrder {
 }
 
 impl SsdEnd {
+    /// Of a [`WriterCommand::Probe`].
+    pub(crate) const fn of_write_probe(fault: Option<IoFault>) -> Self {
+        Self::Write { ticket: PROBE, fault, checksum: None }
+    }
+
     /// The end of a probe is told to nobody.
     pub(crate) fn is_probe(&self) -> bool {
-        matches!(self, Self::Read { ticket, .. } if *ticket == PROBE)
+        let (Self::Read { ticket, .. } | Self::Write { ticket, .. } | Self::Forget { ticket, .. }) =
+            self;
+        *ticket == PROBE
     }
 }
 
@@ -89,6 +96,8 @@ pub enum SsdEnd {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WriterCommand {
     Write(WriteOrder),
+    /// Write the superblock, to see whether anything can be written. Ends as a write does.
+    Probe,
     Region {
         region: u32,
         slot_bytes: u32,

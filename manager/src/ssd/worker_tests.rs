@@ -334,8 +334,9 @@ impl WriteBench {
         let wake = Arc::new(Wake::new().unwrap());
         let shared: Arc<dyn ImageMemory> = memory.clone();
         let gate: Gate = Arc::new(AtomicBool::new(true));
-        let mut engine =
-            FakeEngine::new(disk.clone(), shared, wake, 16).with_plan(plan(&file)).behind(&gate);
+        let mut engine = FakeEngine::new(disk.clone(), shared, wake.clone(), 16)
+            .with_plan(plan(&file))
+            .behind(&gate);
         if newest_first {
             engine = engine.newest_first();
         }
@@ -346,7 +347,7 @@ impl WriteBench {
         let pulses: Arc<Mutex<Vec<Duration>>> = Arc::default();
         let parts = WriterParts {
             metadata: Metadata::new(file.clone(), state, counters.clone()),
-            summer: Summer::new(memory.clone(), Arc::new(Wake::new().unwrap()), channel().0),
+            summer: Summer::new(memory.clone(), wake, channel().0),
             counters: counters.clone(),
             activity: Arc::new(ReadActivity::held_at(limit)),
             pulse: pulse.clone(),

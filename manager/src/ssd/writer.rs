@@ -269,6 +269,10 @@ impl Writer {
         self.resting = false;
         match command {
             WriterCommand::Write(_) => {}
+            WriterCommand::Probe => {
+                let fault = self.metadata.write_synced().err().map(|error| fault_of(&error));
+                self.end_now(SsdEnd::of_write_probe(fault));
+            }
             WriterCommand::Region { region, slot_bytes } => {
                 // Counted and logged there; the writes into the region report it.
                 let _ = self.metadata.record_region(region, slot_bytes);
@@ -284,10 +288,14 @@ impl Writer {
             WriterCommand::Forget { ticket, namespace, generation } => {
                 let recorded = self.metadata.record_forget(namespace, generation);
                 let fault = recorded.err().map(|error| fault_of(&error));
-                self.end(SsdEnd::Forget { ticket, fault });
-                (self.notify)();
+                self.end_now(SsdEnd::Forget { ticket, fault });
             }
         }
+    }
+
+    fn end_now(&mut self, end: SsdEnd) {
+        self.end(end);
+        (self.notify)();
     }
 
     fn end(&mut self, end: SsdEnd) {
@@ -378,8 +386,10 @@ impl Duty for Writer {
                     // Not told as done, but done as soon as there is a superblock again.
                     self.metadata.note_forget(namespace, generation);
                     self.resting = false;
-                    self.end(SsdEnd::Forget { ticket, fault: Some(IoFault::Off) });
-                    (self.notify)();
+                    self.end_now(SsdEnd::Forget { ticket, fault: Some(IoFault::Off) });
+                }
+                WriterCommand::Probe => {
+                    self.end_now(SsdEnd::of_write_probe(Some(IoFault::Off)));
                 }
                 WriterCommand::Retire { offset } => {
                     self.metadata.retire(offset);

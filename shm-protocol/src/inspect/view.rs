@@ -133,6 +133,11 @@ impl DeviceView {
             .map(SsdRecovery::label)
             .contains(&self.recovery)
     }
+
+    /// Whether pages are written to it, or will be when those that were there are found again.
+    pub fn may_write(&self) -> bool {
+        self.is_recovering() || self.health == SsdHealth::Healthy.label()
+    }
 }
 
 /// Bytes that leases and preparations hold.

@@ -352,6 +352,9 @@ fn sum_up(
             report.leaked_bytes = numbers.held_bytes;
             report.leaked_leases = numbers.leases;
             report.manager_cpu_seconds = numbers.cpu_seconds;
+            if numbers.unwritable {
+                report.give_up(numbers.spill_waiting);
+            }
             report.judge_pages();
             if numbers.dead {
                 let gone =

@@ -13,6 +13,9 @@ use crate::signal;
 
 /// Longest wait for spill set, leases and pinned pages to become empty.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// So long no device takes writes before what waits for one is given up: an ailing device is tried
+/// three times by then.
+const NO_WRITES_WAIT: Duration = Duration::from_secs(20);
 /// Longest wait for the next page that is found again; a device that is stuck is left out before.
 const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(20);
@@ -30,7 +33,7 @@ pub struct Spill {
     pub skipped_by_policy: u64,
     /// DRAM turned over faster than the device wrote.
     pub evicted_unwritten: u64,
-    /// The write failed.
+    /// The write failed, or no device took writes any more.
     pub failed: u64,
 }
 
@@ -66,6 +69,8 @@ pub(super) struct Numbers {
     pub(super) spill: Spill,
     pub(super) spill_offered: u64,
     pub(super) spill_waiting: u64,
+    /// No device takes writes, nor has for a while: what waits is not going to be written soon.
+    pub(super) unwritable: bool,
     pub(super) ssd_bytes_written: u64,
     pub(super) ssd_bytes_read: u64,
     pub(super) ssd_read_errors: u64,
@@ -104,6 +109,7 @@ impl Numbers {
             },
             spill_offered: get(Metric::SpillOfferedPages),
             spill_waiting: get(Metric::SpillWaitingPages),
+            unwritable: false,
             ssd_bytes_written: get(Metric::SsdWrittenBytes),
             ssd_bytes_read: get(Metric::SsdReadBytes),
             ssd_read_errors: SsdFault::ALL.iter().map(|f| get(Metric::SsdReadErrors(*f))).sum(),
@@ -168,18 +174,26 @@ pub(super) fn recovered(socket: &Path) -> Result<(), ToolError> {
 }
 
 /// Waits until nothing waits to be written and nothing is held beyond what `before` held, then
-/// reads the numbers. After the longest wait they are read as they are.
+/// reads the numbers. After the longest wait, or when nothing is going to be written, they are read
+/// as they are.
 pub(super) fn drained(socket: &Path, before: &Numbers) -> Result<Numbers, InspectError> {
     let end = Instant::now() + DRAIN_TIMEOUT;
+    let mut no_writes_since = None;
     loop {
         let snapshot = inspect::read(socket)?;
-        let numbers = Numbers::of(&snapshot);
+        let mut numbers = Numbers::of(&snapshot);
+        let whole = snapshot.manager.torn.is_empty();
+        let given_back = numbers.leases <= before.leases && numbers.held_bytes <= before.held_bytes;
         // Pages that are being written wait in no set any more, but have no outcome yet.
-        let quiet = numbers.spill_waiting == 0
-            && numbers.spill.sum() >= numbers.spill_offered
-            && numbers.leases <= before.leases
-            && numbers.held_bytes <= before.held_bytes;
-        if (quiet && snapshot.manager.torn.is_empty()) || numbers.dead || Instant::now() >= end {
+        let written = numbers.spill_waiting == 0 && numbers.spill.sum() >= numbers.spill_offered;
+        if whole && !snapshot.ssd.iter().any(DeviceView::may_write) {
+            let since = *no_writes_since.get_or_insert_with(Instant::now);
+            numbers.unwritable = since.elapsed() >= NO_WRITES_WAIT;
+        } else {
+            no_writes_since = None;
+        }
+        let quiet = whole && given_back && (written || numbers.unwritable);
+        if quiet || numbers.dead || Instant::now() >= end {
             return Ok(numbers);
         }
         thread::sleep(PAUSE);

@@ -48,6 +48,8 @@ pub struct Report {
     pub reattached: u64,
     /// Pages that left the spill set, by outcome; they sum to `spill_offered`.
     pub spill: Spill,
+    /// Those of `failed` that still waited in the end, when no device had taken writes for a while.
+    pub spill_unwritable: u64,
     /// Pages offered to the spill set.
     pub spill_offered: u64,
     /// Image bytes written to SSD.
@@ -130,6 +132,12 @@ impl Report {
         self.check(sum == total, format!("hits and misses sum to {sum}, not to {total} pages"));
     }
 
+    /// Counts what waits for devices that take no writes as failed: that is its outcome so far.
+    pub fn give_up(&mut self, waiting: u64) {
+        self.spill_unwritable = waiting;
+        self.spill.failed += waiting;
+    }
+
     /// Notes what a Manager that drained may not show: something held, or a page that was offered
     /// and has no outcome.
     pub fn judge_drain(&mut self) {
@@ -188,10 +196,14 @@ impl Report {
             (
                 "written to SSD",
                 format!(
-                    "{} pages of {} offered, {} MiB",
+                    "{} pages of {} offered, {} MiB{}",
                     self.spill.written,
                     self.spill_offered,
-                    self.ssd_bytes_written >> 20
+                    self.ssd_bytes_written >> 20,
+                    match self.spill_unwritable {
+                        0 => String::new(),
+                        pages => format!("; {pages} wait for a device that takes no writes"),
+                    }
                 ),
             ),
             ("read from SSD", format!("{} MiB", self.ssd_bytes_read >> 20)),
@@ -262,6 +274,21 @@ mod tests {
             assert!(report.failures[0].contains(word), "{:?}", report.failures);
             assert!(report.to_string().contains("FAILED"));
         }
+    }
+
+    #[test]
+    fn what_waits_for_a_device_that_takes_no_writes_has_failed() {
+        let mut report = Report { spill_offered: 12, ..good() };
+        report.give_up(7);
+        report.judge_drain();
+        assert!(report.failures.is_empty(), "{:?}", report.failures);
+        assert_eq!((report.spill.failed, report.spill_unwritable), (7, 7));
+        assert!(report.to_string().contains("7 wait for a device that takes no writes"));
+        // What is neither written nor waits is nowhere.
+        let mut report = Report { spill_offered: 12, ..good() };
+        report.give_up(6);
+        report.judge_drain();
+        assert_eq!(report.failures.len(), 1);
     }
 
     #[test]

@@ -41,10 +41,10 @@ impl Rect {
         self
     }
 
-    /// Cuts off at most about `bytes`, at least one row or `bytes` of one; what is left stays.
-    /// `None` when nothing is.
+    /// Cuts off about `bytes`, at least one row or `bytes` of one; what is left stays. `None` when
+    /// nothing is: a small rest goes along.
     pub(super) fn split_at(self, bytes: u64) -> (Self, Option<Self>) {
-        if self.bytes() <= bytes {
+        if self.bytes() <= bytes + bytes / 4 {
             return (self, None);
         }
         if self.rows == 1 {
@@ -413,6 +413,7 @@ mod tests {
         let tail = tail.expect("more");
         assert_eq!((head.width, tail.width, tail.device), (30, 70, 30));
         assert_eq!(rect.split_at(700), (rect, None));
+        assert_eq!(rect.split_at(560), (rect, None));
         // A row wider than asked for is not cut apart as long as there are several.
         assert_eq!(rect.split_at(1).0.rows, 1);
     }
