@@ -230,6 +230,11 @@ impl Choice {
         true
     }
 
+    /// How long the kernel is left alone before a trial, unless it is in use.
+    pub(super) fn pause(&self) -> Option<Duration> {
+        self.pause.map(|pause| pause.length)
+    }
+
     fn leave_kernel(&mut self, now: Instant) {
         let length = self.pause.map_or(PAUSE_MIN, |last| (last.length * 2).min(PAUSE_MAX));
         self.pause = Some(Pause { until: now + length, length, trial: false });

@@ -456,8 +456,13 @@ impl Worker {
         let until = if ended { self.marks_looked_at } else { now };
         let shared = batch.beside.is_none() || batch.beside != all_ended;
         let seen = Seen { at_least: until.saturating_duration_since(began), ended, shared };
+        let pause = self.choice.pause();
         if self.choice.learn(expected, seen, now) {
             batch.expected = None;
+        }
+        let (gpu, now) = (self.gpu, self.choice.pause());
+        if now != pause {
+            tracing::debug!(gpu, pause = ?now, "copies of many small rows: by kernel, or orders for a while");
         }
     }
 
@@ -608,7 +613,7 @@ impl Running {
         Ok(bytes)
     }
 
-    /// So many of the next bytes are ordered.
+    /// So many of the next bytes are ordered. They end where `split_at` cut, which cuts there again.
     fn take(&mut self, mut bytes: u64) {
         while let Some(rect) = self.rects.front_mut().filter(|_| bytes > 0) {
             let (head, tail) = rect.split_at(bytes);
