@@ -1,4 +1,4 @@
-// Kernels of the benchmark and of the GPU tests. Compiled to kernels.ptx by build.py.
+// Kernels of the benchmark and of the GPU tests. Compiled to kernels.ptx by .ci/kernels.py.
 //
 // A page lies in `segments` parts of `length` bytes: part s of page p begins at
 // `bases[s] + p * stride`. Its image is the parts in order. `pages` names the pages of a copy.

@@ -126,8 +126,7 @@ impl Kernels {
             // SAFETY: the module was loaded; the name ends in zero.
             let found =
                 unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
-            CudaError::check(found, "find a kernel", "run benches/kernels/build.py")
-                .map(|()| function)
+            CudaError::check(found, "find a kernel", "run .ci/kernels.py").map(|()| function)
         };
         Ok(Self {
             module,

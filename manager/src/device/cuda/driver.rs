@@ -45,6 +45,11 @@ impl CudaError {
         self.result == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     }
 
+    /// There is no kernel to launch.
+    pub(super) fn no_kernel() -> Self {
+        Self { call: "cuModuleGetFunction", result: sys::CUresult::CUDA_ERROR_NOT_FOUND }
+    }
+
     /// What a twin answers.
     #[cfg(test)]
     pub(super) fn of_twin(call: &'static str) -> Self {
@@ -317,7 +322,26 @@ impl OpenEvent {
     }
 }
 
-/// A queue of copies and stores that run in their order. Destroyed by the driver with the context.
+/// A kernel. Unloaded by the driver with the context.
+#[derive(Debug)]
+pub(super) struct Function(sys::CUfunction);
+
+impl Function {
+    /// Compiles `ptx` for the current GPU and finds the kernel of that name in it.
+    pub(super) fn load(ptx: &CStr, name: &CStr) -> Result<Self, CudaError> {
+        let mut module = ptr::null_mut();
+        // SAFETY: a text that ends in zero; the result has room for what is stored.
+        let result = unsafe { sys::cuModuleLoadData(&raw mut module, ptx.as_ptr().cast()) };
+        check("cuModuleLoadData", result)?;
+        let mut function = ptr::null_mut();
+        // SAFETY: the module was loaded; the name ends in zero.
+        let result = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
+        check("cuModuleGetFunction", result)?;
+        Ok(Self(function))
+    }
+}
+
+/// A queue of copies, kernels and stores that run in their order. Destroyed by the driver with the context.
 #[derive(Debug)]
 pub(super) struct Stream(sys::CUstream);
 
@@ -367,6 +391,27 @@ impl Stream {
         }
         // SAFETY: the caller's promise; the driver copies the description before it returns.
         check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.0) })
+    }
+
+    /// Orders a kernel of one parameter in `blocks` blocks of `threads` threads.
+    ///
+    /// # Safety
+    /// `parameter` is what the kernel takes. What it then touches is mapped, and stays so and belongs
+    /// to it until a later store on this stream is seen, or the stream is idle or dead.
+    pub(super) unsafe fn launch(
+        &self,
+        function: &Function,
+        (blocks, threads): (u32, u32),
+        parameter: *const c_void,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [parameter.cast_mut()];
+        let (parameters, extra) = (parameters.as_mut_ptr(), ptr::null_mut());
+        // SAFETY: the caller's promise; the driver copies the parameter before it returns.
+        let result = unsafe {
+            let (kernel, stream) = (function.0, self.0);
+            sys::cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, extra)
+        };
+        check("cuLaunchKernel", result)
     }
 
     /// Orders a store of `value` after everything before it, with all that this wrote visible.

@@ -1,16 +1,20 @@
 //! The device of engines whose KV lies in memory of NVIDIA GPUs: one thread a GPU.
 //!
-//! Memory and events of an engine are opened by CUDA IPC, copies run on the copy engines, and the
-//! GPU itself stores an operation's done word behind them.
+//! Memory and events of an engine are opened by CUDA IPC, copies run on the copy engines (those of
+//! many small rows by a kernel while no engine computes), and the GPU itself stores an operation's
+//! done word behind them.
 
 mod driver;
 mod event;
 mod gpu;
+mod kernel;
 mod memory;
+mod method;
 mod pins;
 mod plan;
 mod reaper;
 mod streams;
+mod table;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

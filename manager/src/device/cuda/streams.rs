@@ -1,9 +1,14 @@
-//! The copy engine of a real GPU.
+//! The copy engine of a real GPU, and the kernel that copies many small rows in its place.
 #![allow(unsafe_code, reason = "passes on what its caller promises")]
+
+use std::time::Instant;
 
 use super::driver::{CudaError, PinnedWords, Stream};
 use super::gpu::Gpu;
+use super::kernel::Kernel;
+use super::method::{Choice, Costs, Method};
 use super::plan::Rect;
+use super::table::Table;
 use super::worker::{CopyEngine, STREAMS};
 use crate::core::Direction;
 
@@ -11,6 +16,8 @@ use crate::core::Direction;
 pub(super) struct Streams {
     streams: Vec<Stream>,
     marks: PinnedWords,
+    /// Unless the driver does not take it.
+    kernel: Option<Kernel>,
     pitch_max: u64,
 }
 
@@ -20,7 +27,17 @@ impl Streams {
         gpu.enter()?;
         let streams = (0..STREAMS).map(|_| Stream::create()).collect::<Result<_, _>>()?;
         let marks = PinnedWords::allocate(STREAMS)?;
-        Ok(Self { streams, marks, pitch_max: gpu.pitch_max() })
+        let too_old = |error: &CudaError| {
+            let gpu = gpu.ordinal();
+            tracing::warn!(
+                gpu,
+                %error,
+                "no kernel for copies of many small rows, they take longer: it needs a driver from \
+                 535 on and a GPU from Volta on"
+            );
+        };
+        let kernel = Kernel::load().inspect_err(too_old).ok();
+        Ok(Self { streams, marks, kernel, pitch_max: gpu.pitch_max() })
     }
 }
 
@@ -33,6 +50,12 @@ impl CopyEngine for Streams {
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe { self.streams[stream].copy(direction, rect) }
+    }
+
+    unsafe fn copy_rows(&mut self, stream: usize, table: &Table) -> Result<(), CudaError> {
+        let Some(kernel) = &self.kernel else { return Err(CudaError::no_kernel()) };
+        // SAFETY: the caller's promise.
+        unsafe { kernel.launch(&self.streams[stream], table) }
     }
 
     unsafe fn store(&mut self, stream: usize, address: u64, value: u32) -> Result<(), CudaError> {
@@ -56,5 +79,12 @@ impl CopyEngine for Streams {
 
     fn pitch_max(&self) -> u64 {
         self.pitch_max
+    }
+
+    fn choice(&self) -> Choice {
+        match self.kernel {
+            Some(_) => Choice::measured(Costs::OF_H200, Instant::now()),
+            None => Choice::only(Method::Orders),
+        }
     }
 }

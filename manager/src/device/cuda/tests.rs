@@ -10,7 +10,9 @@ use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
 use super::CudaDevice;
-use super::twin::{TwinMemory, Twins};
+use super::method::{Costs, Method};
+use super::table::RECTS;
+use super::twin::{Methods, TwinMemory, Twins};
 use crate::conformance::{Bench, EngineMemory, Rig};
 use crate::core::{CopyPage, Direction, RegionKind};
 use crate::device::{
@@ -97,6 +99,128 @@ fn a_gpu_that_dies_ends_everything_and_takes_nothing_more() {
     assert_eq!(twins.switches.moved.load(Ordering::Acquire), moved);
     bench.device.stop();
     assert_eq!(bench.device.outstanding(), 0);
+}
+
+/// Rows of 64 bytes, one a layer: a page is a rectangle of `LAYERS` rows.
+const LAYERS: u64 = 8;
+const ROW: u64 = 64;
+const SMALL: u64 = LAYERS * ROW;
+
+/// What a page is full of.
+fn byte_of(page: u32) -> u8 {
+    (page % 251) as u8 + 1
+}
+
+/// A region of small rows over a memory of its own, filled with a byte for each page.
+fn small_rows(pages: u32) -> (TwinMemory, Arc<DeviceRegion>) {
+    let layer = u64::from(pages) * ROW;
+    let memory = TwinMemory::new(LAYERS * layer);
+    let segments = (0..LAYERS).map(|at| {
+        let offset = at * layer;
+        (0..pages).for_each(|page| {
+            memory.write(offset + u64::from(page) * ROW, &[byte_of(page); ROW as usize]);
+        });
+        SegmentSpec { memory: 0, offset, stride: ROW, length: ROW, layer: 0 }
+    });
+    let spec = RegionSpec { scope: 0, pages, segments: segments.collect() };
+    let region = DeviceRegion::new(&spec, SMALL, |_| Some(memory.handle())).expect("layout");
+    (memory, Arc::new(region))
+}
+
+/// Images of `pages`, each at a distance of its own, so that each is a rectangle.
+fn scattered(
+    bench: &mut Bench<CudaDevice>,
+    region: &Arc<DeviceRegion>,
+    pages: u32,
+) -> Vec<CopyPage> {
+    let mut images = vec![];
+    for page in 0..pages {
+        if page % 2 == 1 {
+            bench.extent(4096, true);
+        }
+        images.extend(bench.pages(region, &[page], true));
+    }
+    images
+}
+
+fn ordered(twins: &Twins) -> [u64; 2] {
+    twins.switches.ordered.each_ref().map(|count| count.load(Ordering::Acquire))
+}
+
+#[test]
+fn a_launch_takes_many_rectangles_and_a_refused_one_none() {
+    let twins = Twins::only(Method::Kernel);
+    let all = RECTS as u32 + 20;
+    let (_memory, region) = small_rows(all);
+    let mut bench = bench(&twins);
+    let images = scattered(&mut bench, &region, all);
+    let command = bench.command(Direction::Save, &region, images.clone());
+    assert_eq!(bench.run(command).error, None);
+    assert_eq!(ordered(&twins), [0, 2]);
+    let moved = twins.switches.moved.load(Ordering::Acquire);
+    assert_eq!(moved, u64::from(all) * SMALL);
+
+    images.iter().for_each(|page| bench.fill(page.extent, &[0; SMALL as usize]));
+    twins.switches.refuse_after.store(3, Ordering::Release);
+    let command = bench.command(Direction::Save, &region, images.clone());
+    let end = bench.run(command);
+    assert!(matches!(end.error, Some(CopyError::GpuRefused { gpu: 0, .. })), "{:?}", end.error);
+    assert!(end.pages_done as usize <= RECTS, "{}", end.pages_done);
+    assert_eq!(ordered(&twins), [0, 4]);
+    assert_eq!(twins.switches.moved.load(Ordering::Acquire), moved + RECTS as u64 * SMALL);
+    for (at, page) in images.iter().enumerate() {
+        let byte = if at < RECTS { byte_of(page.device_page) } else { 0 };
+        let image = bench.image(page.extent, SMALL as u32);
+        assert!(image.iter().all(|found| *found == byte), "image {at}");
+    }
+    twins.switches.refuse_after.store(0, Ordering::Release);
+    let command = bench.command(Direction::Save, &region, images);
+    assert_eq!(bench.run(command).error, None);
+}
+
+#[test]
+fn a_gpu_that_dies_in_a_kernel_is_lost() {
+    let twins = Twins::only(Method::Kernel);
+    twins.switches.die_after.store(1, Ordering::Release);
+    let all = 3 * RECTS as u32;
+    let (_memory, region) = small_rows(all);
+    let mut bench = bench(&twins);
+    let images = scattered(&mut bench, &region, all);
+    let command = bench.command(Direction::Save, &region, images);
+    let error = bench.run(command).error;
+    assert!(matches!(error, Some(CopyError::GpuLost { gpu: 0, .. })), "{error:?}");
+    assert_eq!(twins.switches.moved.load(Ordering::Acquire), RECTS as u64 * SMALL);
+}
+
+#[test]
+fn a_busy_gpu_is_left_to_its_engine_until_it_is_free_again() {
+    // The kernel always looks better, by times that a slow machine does not blur.
+    let (order_ns, launch_ns) = (1_000_000_000, 20_000_000);
+    let costs = Costs { order_ns, launch_ns, ..Costs::OF_H200 };
+    let twins = Twins { methods: Methods::Chosen(costs), ..Twins::default() };
+    let (_memory, region) = small_rows(16);
+    let mut bench = bench(&twins);
+    let images = scattered(&mut bench, &region, 16);
+    let mut run_until_three_go_by = |method: Method| {
+        let (start, mut in_a_row) = (Instant::now(), 0);
+        while in_a_row < 3 {
+            let before = ordered(&twins)[method as usize];
+            let command = bench.command(Direction::Save, &region, images.clone());
+            assert_eq!(bench.run(command).error, None);
+            for page in &images {
+                let image = bench.image(page.extent, SMALL as u32);
+                assert!(image.iter().all(|found| *found == byte_of(page.device_page)));
+                bench.fill(page.extent, &[0; SMALL as usize]);
+            }
+            in_a_row = if ordered(&twins)[method as usize] > before { in_a_row + 1 } else { 0 };
+            // A guard against a hang, not a measurement.
+            assert!(start.elapsed() < Duration::from_secs(120), "never by {method:?}");
+        }
+    };
+    twins.switches.kernel_wait_ms.store(200, Ordering::Release);
+    run_until_three_go_by(Method::Orders);
+    twins.switches.kernel_wait_ms.store(0, Ordering::Release);
+    run_until_three_go_by(Method::Kernel);
 }
 
 /// What a killed engine's event looks like from here, for ever.

@@ -7,13 +7,16 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::doorbell::ControlRinger;
 use orbitkv_shm_protocol::spin::WINDOW_UNMEASURED;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::driver::CudaError;
+use super::method::{Choice, Costs, Method};
 use super::plan::Rect;
+use super::table::Table;
 use super::worker::{CopyEngine, STREAMS};
 use super::{CudaDevice, CudaMemory};
 use crate::conformance::{EngineMemory, Rig, conformance};
@@ -23,6 +26,7 @@ use crate::pool::DramPool;
 
 enum Order {
     Copy(Direction, Rect),
+    Rows(Box<Table>),
     Store(u64, u32),
     Mark(u32),
 }
@@ -32,14 +36,29 @@ enum Order {
 pub(super) struct Switches {
     /// Nothing moves while it is set.
     pub(super) held: AtomicBool,
-    /// Orders of copies that are taken before one is refused; 0 for all.
+    /// Orders of copies, launches too, that are taken before one is refused; 0 for all.
     pub(super) refuse_after: AtomicU64,
-    /// Orders of copies that are carried out before the GPU dies; 0 for all.
+    /// Orders of copies, launches too, that are carried out before the GPU dies; 0 for all.
     pub(super) die_after: AtomicU64,
+    /// How long each kernel waits for multiprocessors.
+    pub(super) kernel_wait_ms: AtomicU64,
     dead: AtomicBool,
     copies: AtomicU64,
+    /// Copies and launches that were ordered.
+    pub(super) ordered: [AtomicU64; 2],
     /// Bytes of copies that were carried out.
     pub(super) moved: AtomicU64,
+}
+
+impl Switches {
+    /// False from the copy on with which the GPU dies.
+    fn survives(&self) -> bool {
+        let copies = self.copies.fetch_add(1, Ordering::AcqRel) + 1;
+        let die_after = self.die_after.load(Ordering::Acquire);
+        let dies = die_after > 0 && copies > die_after;
+        self.dead.fetch_or(dies, Ordering::AcqRel);
+        !dies
+    }
 }
 
 #[derive(Default)]
@@ -55,18 +74,43 @@ struct StreamState {
 pub(super) struct Twin {
     streams: Vec<(Arc<StreamState>, Option<JoinHandle<()>>)>,
     switches: Arc<Switches>,
-    ordered: u64,
+    methods: Methods,
+}
+
+/// How a twin copies.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Methods {
+    Only(Method),
+    Chosen(Costs),
+}
+
+impl Default for Methods {
+    fn default() -> Self {
+        Self::Only(Method::Orders)
+    }
 }
 
 impl Twin {
-    pub(super) fn new(switches: &Arc<Switches>) -> Self {
+    fn new(switches: &Arc<Switches>, methods: Methods) -> Self {
         let stream = |_| {
             let state = Arc::new(StreamState::default());
             let (seen, switches) = (Arc::clone(&state), Arc::clone(switches));
             (state, Some(thread::spawn(move || carry_out(&seen, &switches))))
         };
         let streams = (0..STREAMS).map(stream).collect();
-        Self { streams, switches: Arc::clone(switches), ordered: 0 }
+        Self { streams, switches: Arc::clone(switches), methods }
+    }
+
+    /// Counts an order of a copy.
+    fn count(&self, method: Method) -> Result<(), CudaError> {
+        let ordered = &self.switches.ordered;
+        ordered[method as usize].fetch_add(1, Ordering::AcqRel);
+        let all: u64 = ordered.iter().map(|count| count.load(Ordering::Acquire)).sum();
+        let refuse_after = self.switches.refuse_after.load(Ordering::Acquire);
+        if refuse_after > 0 && all > refuse_after {
+            return Err(CudaError::of_twin("copy"));
+        }
+        Ok(())
     }
 
     fn order(&self, stream: usize, order: Order) -> Result<(), CudaError> {
@@ -115,16 +159,23 @@ fn carry_out(state: &StreamState, switches: &Switches) {
         };
         if !switches.dead.load(Ordering::Acquire) {
             match order {
-                Order::Copy(direction, rect) => {
-                    let copies = switches.copies.fetch_add(1, Ordering::AcqRel) + 1;
-                    let die_after = switches.die_after.load(Ordering::Acquire);
-                    if die_after > 0 && copies > die_after {
-                        switches.dead.store(true, Ordering::Release);
-                    } else {
-                        move_bytes(direction, &rect);
-                        switches.moved.fetch_add(rect.bytes(), Ordering::AcqRel);
-                    }
+                Order::Copy(direction, rect) if switches.survives() => {
+                    move_rect(direction, &rect);
+                    switches.moved.fetch_add(rect.bytes(), Ordering::AcqRel);
                 }
+                Order::Rows(table) if switches.survives() => {
+                    let wait = switches.kernel_wait_ms.load(Ordering::Acquire);
+                    thread::sleep(Duration::from_millis(wait));
+                    let mut moved = 0;
+                    for piece in 0..table.pieces() {
+                        table.each_unit(piece, |device, host, bytes| {
+                            move_bytes(table.direction(), device, host, bytes);
+                            moved += bytes;
+                        });
+                    }
+                    switches.moved.fetch_add(moved, Ordering::AcqRel);
+                }
+                Order::Copy(..) | Order::Rows(_) => {}
                 Order::Store(address, value) => {
                     let word = ptr::with_exposed_provenance_mut::<u32>(address as usize);
                     // SAFETY: the worker's promise: an aligned word that stays mapped.
@@ -137,23 +188,26 @@ fn carry_out(state: &StreamState, switches: &Switches) {
     }
 }
 
-fn move_bytes(direction: Direction, rect: &Rect) {
+fn move_rect(direction: Direction, rect: &Rect) {
     // As strict as the driver.
     for pitch in [rect.device_pitch, rect.host_pitch] {
         assert!(pitch >= rect.width || rect.rows == 1 && pitch == 0, "{rect:?}");
     }
     for row in 0..rect.rows {
-        let device = (rect.device + row * rect.device_pitch) as usize;
-        let host = (rect.host + row * rect.host_pitch) as usize;
-        let device = ptr::with_exposed_provenance_mut::<u8>(device);
-        let host = ptr::with_exposed_provenance_mut::<u8>(host);
-        let (from, to) = match direction {
-            Direction::Save => (device, host),
-            Direction::Restore => (host, device),
-        };
-        // SAFETY: the worker's promise: both sides are mapped and belong to this copy.
-        unsafe { ptr::copy_nonoverlapping(from, to, rect.width as usize) };
+        let device = rect.device + row * rect.device_pitch;
+        move_bytes(direction, device, rect.host + row * rect.host_pitch, rect.width);
     }
+}
+
+fn move_bytes(direction: Direction, device: u64, host: u64, bytes: u64) {
+    let device = ptr::with_exposed_provenance_mut::<u8>(device as usize);
+    let host = ptr::with_exposed_provenance_mut::<u8>(host as usize);
+    let (from, to) = match direction {
+        Direction::Save => (device, host),
+        Direction::Restore => (host, device),
+    };
+    // SAFETY: the worker's promise: both sides are mapped and belong to this copy.
+    unsafe { ptr::copy_nonoverlapping(from, to, bytes as usize) };
 }
 
 impl CopyEngine for Twin {
@@ -163,12 +217,13 @@ impl CopyEngine for Twin {
         direction: Direction,
         rect: &Rect,
     ) -> Result<(), CudaError> {
-        self.ordered += 1;
-        let refuse_after = self.switches.refuse_after.load(Ordering::Acquire);
-        if refuse_after > 0 && self.ordered > refuse_after {
-            return Err(CudaError::of_twin("copy"));
-        }
+        self.count(Method::Orders)?;
         self.order(stream, Order::Copy(direction, *rect))
+    }
+
+    unsafe fn copy_rows(&mut self, stream: usize, table: &Table) -> Result<(), CudaError> {
+        self.count(Method::Kernel)?;
+        self.order(stream, Order::Rows(Box::new(table.clone())))
     }
 
     unsafe fn store(&mut self, stream: usize, address: u64, value: u32) -> Result<(), CudaError> {
@@ -195,20 +250,35 @@ impl CopyEngine for Twin {
     fn pitch_max(&self) -> u64 {
         (1 << 31) - 1
     }
+
+    fn choice(&self) -> Choice {
+        match self.methods {
+            Methods::Only(method) => Choice::only(method),
+            Methods::Chosen(costs) => Choice::measured(costs, Instant::now()),
+        }
+    }
 }
 
 /// Twins for tests.
 #[derive(Default)]
 pub(super) struct Twins {
     pub(super) switches: Arc<Switches>,
+    pub(super) methods: Methods,
+}
+
+impl Twins {
+    /// That know one method.
+    pub(super) fn only(method: Method) -> Self {
+        Self { methods: Methods::Only(method), ..Self::default() }
+    }
 }
 
 impl Rig for Twins {
     type Device = CudaDevice;
 
     fn start(&self, pool: Arc<DramPool>, notify: ControlRinger) -> CudaDevice {
-        let switches = Arc::clone(&self.switches);
-        let open = move |_| Ok(Box::new(Twin::new(&switches)) as Box<dyn CopyEngine>);
+        let (switches, methods) = (Arc::clone(&self.switches), self.methods);
+        let open = move |_| Ok(Box::new(Twin::new(&switches, methods)) as Box<dyn CopyEngine>);
         CudaDevice::with_engines(1, Arc::new(open), pool, notify, WINDOW_UNMEASURED)
     }
 
@@ -282,4 +352,5 @@ impl EngineMemory for TwinMemory {
     }
 }
 
-conformance!(twin, crate::device::cuda::twin::Twins::default());
+conformance!(by_orders, Twins::only(Method::Orders));
+conformance!(by_kernel, Twins::only(Method::Kernel));

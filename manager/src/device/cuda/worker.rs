@@ -10,7 +10,9 @@
 //! 3. A stream has few batches in flight, and commands take turns, so that a long one does not hold up
 //!    a short one.
 //! 4. A store to a done word directly follows a copy of the same batch. Behind a copy the copy engine
-//!    makes it; alone it takes its turn with the engine's kernels, which is milliseconds.
+//!    makes it; alone it takes its turn with the engine's kernels, which is milliseconds. Behind a
+//!    kernel it is as late as the kernel was.
+//! 5. A stream runs in order, whatever runs: a copy behind a kernel begins at the kernel's end.
 #![allow(unsafe_code, reason = "promises the copy engine that memory stays mapped")]
 
 use std::collections::VecDeque;
@@ -18,7 +20,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::driver::CudaError;
+use super::method::{Choice, Expected, Method, Seen, Work};
 use super::plan::{Page, Plan, Rect};
+use super::table::{RECTS, Table};
 use crate::core::{Direction, Extent};
 use crate::device::lane::{Queues, State};
 use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory};
@@ -32,10 +36,12 @@ const SHORT_BYTES_MAX: u64 = 2 << 20;
 /// Bytes of a batch, about: 300 µs on the bus, which is what a copy on another stream may have to
 /// wait for. An order costs the copy engine 2.6 µs, a mark 2 µs.
 const BATCH_BYTES: u64 = 16 << 20;
+/// A batch that lacks no more than this is not filled up with the beginning of what comes next.
+const BATCH_REST: u64 = BATCH_BYTES / 8;
 /// Batches in flight on a stream: one that runs and one behind it. Short ones are smaller.
 const BATCHES_MAX: [usize; 2] = [16, 2];
-/// Pages whose rectangles are worked out at once.
-const CHUNK_PAGES: usize = 64;
+/// Pages whose rectangles are worked out at once: one of each fills a launch.
+const CHUNK_PAGES: usize = RECTS;
 /// A restore's single row below this is cut into two: as one it would not go through the copy engine
 /// but wait for the engine's kernels.
 const ROW_BYTES_MIN: u64 = 64 << 10;
@@ -62,6 +68,12 @@ pub(super) trait CopyEngine {
         rect: &Rect,
     ) -> Result<(), CudaError>;
 
+    /// Orders the copies of a table, which has at least one, in no order among them.
+    ///
+    /// # Safety
+    /// As [`copy`](Self::copy), for each rectangle.
+    unsafe fn copy_rows(&mut self, stream: usize, table: &Table) -> Result<(), CudaError>;
+
     /// Orders a store of `value` at `address` behind everything before it.
     ///
     /// # Safety
@@ -83,6 +95,9 @@ pub(super) trait CopyEngine {
 
     /// Longest distance of two rows, in bytes.
     fn pitch_max(&self) -> u64;
+
+    /// Chooses between [`copy`](Self::copy) and [`copy_rows`](Self::copy_rows).
+    fn choice(&self) -> Choice;
 }
 
 /// A command on its way.
@@ -109,6 +124,11 @@ struct Batch {
     command: usize,
     /// Pages of the command that are in place with it.
     pages_done: u32,
+    ordered_at: Instant,
+    /// What can still be learned from it.
+    expected: Option<Expected>,
+    /// The last batch of the direction's other stream when it was ordered, if that had ended.
+    beside: Option<u32>,
 }
 
 #[derive(Default)]
@@ -117,11 +137,27 @@ struct Stream {
     waiting: VecDeque<usize>,
     in_flight: VecDeque<Batch>,
     sequence: u32,
+    /// When the last batch was seen to end.
+    ended_at: Option<Instant>,
+}
+
+impl Stream {
+    /// Number of the last batch, if none is in flight.
+    fn all_ended(&self) -> Option<u32> {
+        self.in_flight.is_empty().then_some(self.sequence)
+    }
+}
+
+/// The other stream of the same direction.
+fn other(stream: usize) -> usize {
+    stream ^ 1
 }
 
 /// State of the thread.
 pub(super) struct Worker {
     engine: Box<dyn CopyEngine>,
+    choice: Choice,
+    table: Table,
     images: Arc<dyn ImageMemory>,
     gpu: u32,
     queues: Queues,
@@ -134,6 +170,7 @@ pub(super) struct Worker {
     /// The GPU does nothing more.
     lost: Option<CopyError>,
     peers_looked_at: Instant,
+    marks_looked_at: Instant,
     progress_at: Instant,
 }
 
@@ -146,7 +183,9 @@ impl Worker {
     ) -> Self {
         let now = Instant::now();
         Self {
+            choice: engine.choice(),
             engine,
+            table: Table::new(),
             images,
             gpu,
             queues,
@@ -156,6 +195,7 @@ impl Worker {
             streams: Default::default(),
             lost: None,
             peers_looked_at: now,
+            marks_looked_at: now,
             progress_at: now,
         }
     }
@@ -347,15 +387,26 @@ impl Worker {
     /// Orders the next batch of a command.
     fn order_batch(&mut self, stream: usize, place: usize) -> Result<(), CopyError> {
         let Some(running) = &mut self.commands[place] else { return Ok(()) };
-        let ordered = running.order(self.engine.as_mut(), stream);
+        let ordered_at = Instant::now();
+        let mut expected = self.choice.begin(ordered_at);
+        let choose = |work: &Work| self.choice.method(&mut expected, work);
+        let ordered = running.order(self.engine.as_mut(), stream, &mut self.table, choose);
+        self.choice.ordered(&expected, ordered.is_err(), ordered_at);
+        let beside = self.streams[other(stream)].all_ended();
         // What was ordered before a refusal is in flight as well.
         let lane = &mut self.streams[stream];
         lane.sequence = lane.sequence.wrapping_add(1);
         let marked = self.engine.mark(stream, lane.sequence);
         if marked.is_ok() {
             running.batches += 1;
-            let pages_done = running.pages_ordered();
-            lane.in_flight.push_back(Batch { sequence: lane.sequence, command: place, pages_done });
+            lane.in_flight.push_back(Batch {
+                sequence: lane.sequence,
+                command: place,
+                pages_done: running.pages_ordered(),
+                ordered_at,
+                expected: ordered.is_ok().then_some(expected),
+                beside,
+            });
         }
         let Err(error) = ordered.and(marked) else { return Ok(()) };
         let gpu = self.gpu;
@@ -369,24 +420,50 @@ impl Worker {
 
     /// Takes note of batches that have ended.
     fn retire(&mut self) -> bool {
+        let now = Instant::now();
         let mut progress = false;
         for stream in 0..STREAMS {
             if self.streams[stream].in_flight.is_empty() {
                 continue;
             }
             let reached = self.engine.reached(stream);
-            while let Some(batch) = self.streams[stream].in_flight.front() {
+            let ended = |batch: &Batch| {
                 // Far fewer than half of all numbers are in flight.
-                if (reached.wrapping_sub(batch.sequence) as i32) < 0 {
+                (reached.wrapping_sub(batch.sequence) as i32) >= 0
+            };
+            while let Some(ended) = self.streams[stream].in_flight.front().map(ended) {
+                self.learn(stream, ended, now);
+                if !ended {
                     break;
                 }
-                let (place, pages_done) = (batch.command, batch.pages_done);
-                self.streams[stream].in_flight.pop_front();
-                self.batch_ended(place, Some(pages_done));
+                let Some(batch) = self.streams[stream].in_flight.pop_front() else { break };
+                self.streams[stream].ended_at = Some(now);
+                self.batch_ended(batch.command, Some(batch.pages_done));
                 progress = true;
             }
         }
+        self.marks_looked_at = now;
         progress
+    }
+
+    /// Looks at how long the first batch in flight of a stream took, or has been taking.
+    fn learn(&mut self, stream: usize, ended: bool, now: Instant) {
+        let all_ended = self.streams[other(stream)].all_ended();
+        let lane = &mut self.streams[stream];
+        let Some(batch) = lane.in_flight.front_mut() else { return };
+        let Some(expected) = &batch.expected else { return };
+        let began = lane.ended_at.map_or(batch.ordered_at, |at| at.max(batch.ordered_at));
+        let until = if ended { self.marks_looked_at } else { now };
+        let shared = batch.beside.is_none() || batch.beside != all_ended;
+        let seen = Seen { at_least: until.saturating_duration_since(began), ended, shared };
+        let pause = self.choice.pause();
+        if self.choice.learn(expected, seen, now) {
+            batch.expected = None;
+        }
+        let (gpu, now) = (self.gpu, self.choice.pause());
+        if now != pause {
+            tracing::debug!(gpu, pause = ?now, "copies of many small rows: by kernel, or orders for a while");
+        }
     }
 
     fn batch_ended(&mut self, place: usize, pages_done: Option<u32>) {
@@ -464,31 +541,88 @@ impl Worker {
 
 impl Running {
     /// Orders rectangles and the done words behind them, about a batch.
-    fn order(&mut self, engine: &mut dyn CopyEngine, stream: usize) -> Result<(), CudaError> {
+    fn order(
+        &mut self,
+        engine: &mut dyn CopyEngine,
+        stream: usize,
+        table: &mut Table,
+        mut choose: impl FnMut(&Work) -> Method,
+    ) -> Result<(), CudaError> {
         let mut left = BATCH_BYTES;
-        while left > 0 && !self.ordered {
+        while left > BATCH_REST && !self.ordered {
             if self.rects.is_empty() {
                 self.next_chunk();
             }
-            if let Some(rect) = self.rects.front() {
-                let (head, tail) = rect.split_at(left);
-                left = left.saturating_sub(head.bytes());
-                let head = through_copy_engine(head, self.command.direction);
-                // SAFETY: `prepare` checked that every image lies in the pool and every run in its
-                // memory; the command, which the owner of both gave away with them, is kept until
-                // the batch is seen to end or the stream is dead.
-                unsafe { engine.copy(stream, self.command.direction, &head) }?;
-                // Only now: what was refused counts as left.
-                match tail {
-                    Some(tail) => self.rects[0] = tail,
-                    None => drop(self.rects.pop_front()),
-                }
+            if !self.rects.is_empty() {
+                let work = self.fill(table, left);
+                let bytes = match choose(&work) {
+                    Method::Kernel if work.rects > 0 => {
+                        // SAFETY: as in `copy_each`.
+                        unsafe { engine.copy_rows(stream, table) }?;
+                        self.take(work.bytes());
+                        work.bytes()
+                    }
+                    _ => self.copy_each(engine, stream, work.rects.max(1), left)?,
+                };
+                left = left.saturating_sub(bytes);
             }
             if self.rects.is_empty() && self.next_page == self.pages.len() {
                 self.layer_ordered(engine, stream)?;
             }
         }
         Ok(())
+    }
+
+    /// Fills the table with the next rectangles, about `left` bytes of them.
+    fn fill(&self, table: &mut Table, left: u64) -> Work {
+        table.clear(self.command.direction);
+        let mut work = Work::default();
+        for rect in &self.rects {
+            let Some(left) = left.checked_sub(work.bytes()).filter(|left| *left > 0) else { break };
+            let (head, _) = rect.split_at(left);
+            if !table.push(&head) {
+                break;
+            }
+            work.add(&head);
+        }
+        work
+    }
+
+    /// Orders the next `rects` rectangles one by one, about `left` bytes of them.
+    fn copy_each(
+        &mut self,
+        engine: &mut dyn CopyEngine,
+        stream: usize,
+        rects: u64,
+        left: u64,
+    ) -> Result<u64, CudaError> {
+        let mut bytes = 0;
+        for _ in 0..rects {
+            let Some(rect) = self.rects.front() else { break };
+            let Some(left) = left.checked_sub(bytes).filter(|left| *left > 0) else { break };
+            let (head, _) = rect.split_at(left);
+            let copy = through_copy_engine(head, self.command.direction);
+            // SAFETY: `prepare` checked that every image lies in the pool and every run in its
+            // memory; the command, which the owner of both gave away with them, is kept until
+            // the batch is seen to end or the stream is dead.
+            unsafe { engine.copy(stream, self.command.direction, &copy) }?;
+            // Only now: what was refused counts as left.
+            self.take(head.bytes());
+            bytes += head.bytes();
+        }
+        Ok(bytes)
+    }
+
+    /// So many of the next bytes are ordered. They end where `split_at` cut, which cuts there again.
+    fn take(&mut self, mut bytes: u64) {
+        while let Some(rect) = self.rects.front_mut().filter(|_| bytes > 0) {
+            let (head, tail) = rect.split_at(bytes);
+            bytes = bytes.saturating_sub(head.bytes());
+            match tail {
+                Some(tail) => *rect = tail,
+                None => drop(self.rects.pop_front()),
+            }
+        }
     }
 
     fn next_chunk(&mut self) {

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Compiles kernels.cu to the kernels.ptx that ships beside it. Needs no GPU:
+"""Compiles every kernel to the PTX that ships beside it. Needs no GPU:
 
     pip install nvidia-cuda-nvrtc-cu12==12.2.140
-    python3 benches/kernels/build.py            # writes kernels.ptx
-    python3 benches/kernels/build.py --check    # fails when kernels.ptx is not what this makes
+    python3 .ci/kernels.py            # writes each .ptx
+    python3 .ci/kernels.py --check    # fails when one is not what its .cu makes
 
 This version of the compiler writes PTX that drivers from 535 on take, for any GPU from Volta on.
 """
@@ -14,7 +14,11 @@ import importlib.util
 import pathlib
 import sys
 
-HERE = pathlib.Path(__file__).resolve().parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCES = [
+    ROOT / "manager/src/device/cuda/kernel/copy_rows.cu",
+    ROOT / "benches/kernels/kernels.cu",
+]
 OPTIONS = [b"--gpu-architecture=compute_70", b"--std=c++14"]
 
 
@@ -30,8 +34,7 @@ def load():
     return ctypes.CDLL(str(folder / "libnvrtc.so.12"))
 
 
-def compiled(source):
-    nvrtc = load()
+def compiled(nvrtc, source):
     program = ctypes.c_void_p()
 
     def text(size_of, read):
@@ -42,7 +45,7 @@ def compiled(source):
         return out.value
 
     made = nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source, b"kernels.cu", 0, None, None
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
     )
     if made != 0:
         sys.exit(f"nvrtcCreateProgram: {made}")
@@ -56,12 +59,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    ptx = compiled((HERE / "kernels.cu").read_bytes())
-    target = HERE / "kernels.ptx"
-    if not arguments.check:
-        target.write_bytes(ptx)
-    elif not target.exists() or target.read_bytes() != ptx:
-        sys.exit("kernels.ptx is not what kernels.cu compiles to: run build.py")
+    nvrtc = load()
+    for source in SOURCES:
+        ptx, target = compiled(nvrtc, source), source.with_suffix(".ptx")
+        if not arguments.check:
+            target.write_bytes(ptx)
+        elif not target.exists() or target.read_bytes() != ptx:
+            sys.exit(f"{target.name} is not what {source.name} compiles to: run .ci/kernels.py")
 
 
 if __name__ == "__main__":
