@@ -98,6 +98,8 @@ impl Client {
     /// Offers memory of a GPU: a [`MemorySpec::Cuda`]. Its handle stands for a whole allocation,
     /// whatever address in it was asked for, so the offset counts from the allocation's own start. The
     /// allocation must live until every region over it was unregistered or the session has ended.
+    /// Its bytes come back to the GPU once the Manager has let go of it too: see
+    /// [`release_memory`](Self::release_memory).
     ///
     /// Kernels that write the pages run when the GPU comes to them, so each save from such memory
     /// names a fence: see [`register_events`](Self::register_events).
@@ -147,6 +149,24 @@ impl Client {
         match self.ask(&ClientMessage::RegisterMemory(spec), descriptor.as_slice())? {
             ManagerMessage::Memory { memory } => Ok(Memory { tag: self.tag(), id: memory, bytes }),
             _ => Err(self.bad_answer("memory")),
+        }
+    }
+
+    /// Ends the use of memory: no region can be registered over it any more, and a copy of the
+    /// handle is refused. Regions over it go on. The Manager lets go of the memory when the last of
+    /// them was unregistered ([`unregister`](Self::unregister)), so a GPU's or a memfd's bytes are
+    /// free soon after both that and this call: an engine that re-allocates its pages releases the
+    /// old memory, else the Manager keeps it until the session ends.
+    ///
+    /// # Errors
+    /// See above; [`RegisterError::StaleHandle`] for memory of another client, and
+    /// [`RegisterError::Refused`] for memory that was released before.
+    pub fn release_memory(&mut self, memory: Memory) -> Result<(), RegisterError> {
+        self.check_process()?;
+        self.check_tag(memory.tag)?;
+        match self.ask(&ClientMessage::ReleaseMemory { memory: memory.id }, &[])? {
+            ManagerMessage::MemoryReleased => Ok(()),
+            _ => Err(self.bad_answer("memory released")),
         }
     }
 

@@ -358,6 +358,7 @@ fn bodies() -> Vec<Vec<u8>> {
         ClientMessage::DefineSet { members: vec![1, 2] },
         ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 4096 }),
         ClientMessage::RegisterMemory(process),
+        ClientMessage::ReleaseMemory { memory: 1 },
         ClientMessage::RegisterRegion(region),
         ClientMessage::RegisterMemory(MemorySpec::Cuda {
             gpu: HexBytes([1; 16]),
@@ -393,6 +394,7 @@ fn bodies() -> Vec<Vec<u8>> {
         ManagerMessage::Refused { refusal: Refusal::BadMessage, message: "no".into() },
         ManagerMessage::Scope { scope: 1, page_bytes: 2 },
         ManagerMessage::Memory { memory: 1 },
+        ManagerMessage::MemoryReleased,
         ManagerMessage::Region { region: 1, page_bytes: 2 },
         ManagerMessage::Events { first: 1 },
         ManagerMessage::Evicted { pages: 1, bytes: 2, pages_kept: 3, spill_drained: true },
@@ -448,7 +450,7 @@ proptest! {
     /// sent, with exactly the descriptors that it announced; nothing stays open.
     #[test]
     fn spoiled_messages_are_refused_or_whole(
-        which in 0_usize..16,
+        which in 0_usize..18,
         spoil in spoils(),
         attached in 0_usize..7,
         announced in prop_oneof![3 => Just(None), 1 => (0_usize..7).prop_map(Some)],
@@ -472,7 +474,7 @@ proptest! {
             }
             Spoil::Nothing | Spoil::Number(..) => {}
         }
-        let from_client = which < 9;
+        let from_client = which < 10;
         let passed: Vec<OwnedFd> = (0..attached).map(|_| memfd(1)).collect();
         let borrowed: Vec<BorrowedFd<'_>> = passed.iter().map(AsFd::as_fd).collect();
         let (ours, theirs) = sockets();

@@ -116,6 +116,7 @@ pub(crate) mod bootstrap {
             },
             ClientMessage::DefineSet { members: vec![1, 2] },
             ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 4096 }),
+            ClientMessage::ReleaseMemory { memory: 1 },
             ClientMessage::RegisterRegion(RegionSpec {
                 scope: 1,
                 pages: 2,

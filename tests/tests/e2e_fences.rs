@@ -1,6 +1,7 @@
 //! Events that copies wait for, from the client's call to the device and back, with events that pass
 //! when the test says so.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -93,7 +94,7 @@ impl Importer for TestImporter {
 
     fn lay_out(
         &mut self,
-        memories: &[Arc<DeviceMemory>],
+        memories: &HashMap<u32, Arc<DeviceMemory>>,
         spec: &RegionSpec,
         page_bytes: u64,
     ) -> Result<DeviceRegion, ImportRefusal> {

@@ -1,21 +1,25 @@
 //! Ends of things: cancel, drain, forget, unregister, dead and stopped peers. Every operation ends
 //! once, nothing stays held, and nobody waits for anybody else.
 
+use std::fs::File;
 use std::time::Duration;
 
 use orbitkv_engine::{
     Block, Code, Connect, ConnectError, Deadline, Gone, Operation, PageOutcome, PageResult,
-    QueryMode, RequestKind, RestoreOptions, Status, SubmitError, engine_id_random,
+    QueryMode, RegionLayout, RequestKind, RestoreOptions, Segment, Status, SubmitError,
+    engine_id_random,
 };
 use orbitkv_shm_protocol::telemetry::{LeaseEnd, Metric};
 use orbitkv_tests::engine::{Ended, Engine, Way, blocks, hashes, namespace};
 use orbitkv_tests::engine_process::{EngineProcess, Identity};
 use orbitkv_tests::manager::{Manager, PATIENCE};
 use orbitkv_tests::setup;
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::Signal;
 
 const KIB: u64 = 1024;
 const MIB: u64 = 1024 * KIB;
+const PAGE: u64 = 64 * KIB;
 
 /// Both ends of a cancelled operation, which must come in this order.
 fn cancelled(engine: &mut Engine, target: Operation) -> Ended {
@@ -481,4 +485,49 @@ fn a_session_does_not_convoy_itself() {
     let order: Vec<_> = (0..3).map(|_| engine.next_end().ok().operation).collect();
     assert_eq!(order, [ping, one, large], "ping, one page, sixteen pages");
     engine.check(&blocks(&long, 0));
+}
+
+/// Whether the Manager has mapped a memfd of this name.
+fn maps(manager: &Manager, name: &str) -> bool {
+    let maps = format!("/proc/{}/maps", manager.pid().as_raw_nonzero());
+    std::fs::read_to_string(maps).unwrap().contains(&format!("/memfd:{name} "))
+}
+
+/// Goal: an engine that allocates its pages anew in one session gets the old memory back (GPU-09).
+/// Method: the Manager's mappings. Whichever comes first, the release of the memory or the end of
+/// its region, the mapping is there until both have come, and the region works until its own end.
+#[test]
+fn released_memory_is_unmapped_with_its_last_region() {
+    let manager = setup!().start();
+    let mut client = Connect::new(manager.socket()).timeout(PATIENCE).connect().unwrap();
+    let scope = client.define_namespace(&namespace("release", PAGE)).unwrap();
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    for (sequence, name, is_released_first) in [(1, "first-kv", true), (2, "second-kv", false)] {
+        let file = File::from(rustix::fs::memfd_create(name, flags).unwrap());
+        file.set_len(PAGE).unwrap();
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+        let memory = client.register_memfd(&file, PAGE).unwrap();
+        drop(file);
+        let segment = Segment { memory, offset: 0, stride: PAGE, length: PAGE, layer: 0 };
+        let layout = RegionLayout { scope, pages: 1, segments: vec![segment] };
+        let region = client.register_region(&layout).unwrap();
+        assert!(maps(&manager, name));
+        if is_released_first {
+            client.release_memory(memory).unwrap();
+            assert!(maps(&manager, name), "its region is still there");
+        }
+        client.save(&region, &blocks(&hashes(sequence, 0..1), 0)).unwrap();
+        let saved = client.wait(PATIENCE).unwrap().expect("an end");
+        assert_eq!((saved.status, saved.pages), (Status::Ok, 1));
+        client.unregister(region).unwrap();
+        let ended = client.wait(PATIENCE).unwrap().expect("an end");
+        assert_eq!(ended.status, Status::Ok);
+        if !is_released_first {
+            // Its answer comes after whatever the end of the region set off.
+            client.define_namespace(&namespace("another", PAGE)).unwrap();
+            assert!(maps(&manager, name), "nobody has released it");
+            client.release_memory(memory).unwrap();
+        }
+        manager.settle("it is unmapped", |_| !maps(&manager, name));
+    }
 }

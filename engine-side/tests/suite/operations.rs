@@ -175,6 +175,30 @@ fn memory_and_events_of_a_gpu_are_registered_by_their_handles() {
     assert_eq!(events, [2, 3, 4].map(|number| (gpu, handle(number))));
 }
 
+/// Goal: memory that was released is no use for a new region, nor to another client, while the region
+/// over it works on. Method: a round trip through the old region, after the release.
+#[test]
+fn released_memory_serves_the_regions_over_it() {
+    let twin = Twin::start();
+    let mut rig = Rig::new(twin.path());
+    let mut other = Rig::new(twin.path());
+    let foreign = other.client.release_memory(rig.memory);
+    assert!(matches!(foreign, Err(RegisterError::StaleHandle)), "{foreign:?}");
+    rig.client.release_memory(rig.memory).unwrap();
+    let twice = rig.client.release_memory(rig.memory);
+    assert!(matches!(twice, Err(RegisterError::Refused { .. })), "{twice:?}");
+    let over_it = rig.client.register_region(&layout(rig.scope, rig.memory));
+    assert!(matches!(over_it, Err(RegisterError::Refused { .. })), "{over_it:?}");
+    rig.client.save(&rig.region, &blocks(1, 2, 0)).unwrap();
+    let saved = rig.next();
+    assert_eq!((saved.status, saved.pages), (Status::Ok, 2));
+    // Only its own handle has ended.
+    let again = rig.client.register_memfd(rig.device.file(), rig.memory.bytes()).unwrap();
+    assert_ne!(again, rig.memory);
+    rig.client.register_region(&layout(rig.scope, again)).unwrap();
+    other.client.register_region(&layout(other.scope, other.memory)).unwrap();
+}
+
 /// Goal: the Manager learns which event a copy waits for. Method: what it takes from the ring.
 #[test]
 fn fences_and_layers_travel_with_their_requests() {

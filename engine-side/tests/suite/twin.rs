@@ -128,6 +128,8 @@ pub(crate) struct Seat {
     pub(crate) engine: String,
     pub(crate) scopes: Vec<Vec<NamespaceSpec>>,
     pub(crate) memories: Vec<Reach>,
+    /// Handles that have ended. Regions over them go on.
+    pub(crate) released: HashSet<u32>,
     pub(crate) events: Vec<(GpuId, IpcHandle)>,
     pub(crate) regions: Vec<Option<RegionSpec>>,
     pub(crate) held: Vec<(Request, Vec<PageEntry>)>,
@@ -255,6 +257,7 @@ impl Server {
             engine: engine_id,
             scopes: Vec::new(),
             memories: Vec::new(),
+            released: HashSet::new(),
             events: Vec::new(),
             regions: Vec::new(),
             held: Vec::new(),
@@ -354,7 +357,17 @@ impl Seat {
                 self.memories.push(reach);
                 Ok(ManagerMessage::Memory { memory: self.memories.len() as u32 - 1 })
             }
+            ClientMessage::ReleaseMemory { memory } => {
+                if !self.is_live(memory) {
+                    return Err(Refusal::BadMessage);
+                }
+                self.released.insert(memory);
+                Ok(ManagerMessage::MemoryReleased)
+            }
             ClientMessage::RegisterRegion(spec) => {
+                if !spec.segments.iter().all(|segment| self.is_live(segment.memory)) {
+                    return Err(Refusal::BadMessage);
+                }
                 let page_bytes = spec.segments.iter().map(|segment| segment.length).sum();
                 let namespace = self.scopes.get(spec.scope as usize).ok_or(Refusal::BadMessage)?;
                 if namespace.len() != 1 || namespace[0].page_bytes != page_bytes {
@@ -374,6 +387,10 @@ impl Seat {
             }
             ClientMessage::Hello { .. } | ClientMessage::Evict { .. } => Err(Refusal::OutOfOrder),
         }
+    }
+
+    fn is_live(&self, memory: u32) -> bool {
+        (memory as usize) < self.memories.len() && !self.released.contains(&memory)
     }
 
     fn add_scope(&mut self, members: Vec<NamespaceSpec>) -> ManagerMessage {

@@ -374,7 +374,7 @@ pub(crate) const FIELDS: &[Field] = &[
         kind: Kind::Count,
         range: "1 to 4096 a session",
         default: "1024",
-        cost: "memories that a session may register; a descriptor or a mapping each",
+        cost: "memories that a session may have registered; a descriptor or a mapping each",
     },
     Field {
         key: Key::LimitRegions,

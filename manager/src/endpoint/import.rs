@@ -1,5 +1,6 @@
 //! Memory of engines, wherever their KV lies.
 
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -61,11 +62,11 @@ impl Importer for MemoryImporter {
 
     fn lay_out(
         &mut self,
-        memories: &[Arc<DeviceMemory>],
+        memories: &HashMap<u32, Arc<DeviceMemory>>,
         spec: &RegionSpec,
         page_bytes: u64,
     ) -> Result<DeviceRegion, ImportRefusal> {
-        let memory = |handle: u32| memories.get(handle as usize).cloned();
+        let memory = |handle: u32| memories.get(&handle).cloned();
         DeviceRegion::new(spec, page_bytes, memory).map_err(|error| {
             let refusal = match error {
                 RegionError::SizeMismatch { .. } => Refusal::LayoutConflict,

@@ -25,6 +25,7 @@ mod quarantine;
 mod server;
 mod session;
 
+use std::collections::HashMap;
 use std::error::Error;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -90,13 +91,13 @@ pub trait Importer: Send + 'static {
         peer: &Peer,
     ) -> Result<Vec<Arc<dyn DeviceEvent>>, ImportRefusal>;
 
-    /// Checks a page layout. Every handle in it is a position in `memories`, already checked.
+    /// Checks a page layout. Every handle in it is in `memories`, already checked.
     ///
     /// # Errors
     /// A page would leave its memory, or its bytes do not add up to `page_bytes`.
     fn lay_out(
         &mut self,
-        memories: &[Arc<Self::Memory>],
+        memories: &HashMap<u32, Arc<Self::Memory>>,
         spec: &RegionSpec,
         page_bytes: u64,
     ) -> Result<Self::Region, ImportRefusal>;

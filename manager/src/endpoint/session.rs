@@ -2,7 +2,7 @@
 //! has defined and against the limits, before anything is done for it.
 //!
 //! ```text
-//! connected ── Hello ──▶ attached ── Define…, Register… ──▶ attached
+//! connected ── Hello ──▶ attached ── Define…, Register…, Release… ──▶ attached
 //!     │                     │
 //!     └──── Evict ──────────┴──── (owner's uid only; does not change the state)
 //! ```
@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use orbitkv_shm_protocol::bootstrap::message::{
@@ -26,6 +26,9 @@ use crate::config::{Limits, PAGE_BYTES_MIN};
 
 /// Longest wait that `Evict` may ask for.
 pub const EVICT_TIMEOUT_MAX: Duration = Duration::from_secs(600);
+/// Most memories that one session may register in its life, released ones included: their ids are
+/// not used again.
+pub(super) const MEMORY_IDS_MAX: u32 = 1 << 20;
 
 /// Why a message is refused; the text goes to the client.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -58,6 +61,8 @@ pub(super) enum Refused {
     Layer { segment: usize, layer: u32, done_words: u32 },
     #[error("tier {tier:?} cannot be evicted: dram")]
     Tier { tier: String },
+    #[error("the session has registered {MEMORY_IDS_MAX} memories in its life: attach again")]
+    MemoryIds,
     #[error("{what}: the limit of {limit} is reached ({field} in the configuration)")]
     Limit { what: &'static str, limit: u64, field: &'static str },
     #[error("page of {bytes} bytes: at most {max} bytes here ({what})")]
@@ -96,7 +101,7 @@ impl Refused {
             | Self::UnknownMemory { .. }
             | Self::Layer { .. }
             | Self::Tier { .. } => Refusal::BadMessage,
-            Self::Limit { .. } => Refusal::LimitReached,
+            Self::MemoryIds | Self::Limit { .. } => Refusal::LimitReached,
             Self::TooLarge { .. } => Refusal::TooLarge,
             Self::Draining => Refusal::Draining,
         }
@@ -123,6 +128,7 @@ pub(super) enum Order {
     DefineNamespace(Box<NamespaceSpec>),
     DefineSet(Vec<ScopeId>),
     Import { spec: MemorySpec, descriptor: Option<OwnedFd> },
+    Release { memory: u32 },
     LayOut { spec: RegionSpec, page_bytes: u64 },
     ImportEvents { gpu: GpuId, handles: Vec<IpcHandle> },
     Evict { timeout: Duration },
@@ -134,8 +140,13 @@ pub(super) struct Dialogue<M> {
     session: Option<SessionId>,
     /// Scopes by id: the page bytes of a namespace, `None` for a set.
     scopes: HashMap<u32, Option<u64>>,
-    /// Handles are positions.
-    memories: Vec<Arc<M>>,
+    /// Memories by handle.
+    memories: HashMap<u32, Arc<M>>,
+    /// Memories whose handle has ended, as long as regions hold them: they count against the limit,
+    /// or regions over ever new memory would go past it.
+    released: Vec<Weak<M>>,
+    /// Memories that were ever registered: the next handle.
+    memory_ids: u32,
     /// Regions that exist.
     regions: u32,
     /// Done words of each operation.
@@ -149,7 +160,9 @@ impl<M> Default for Dialogue<M> {
         Self {
             session: None,
             scopes: HashMap::new(),
-            memories: Vec::new(),
+            memories: HashMap::new(),
+            released: Vec::new(),
+            memory_ids: 0,
             regions: 0,
             done_words: 0,
             events: 0,
@@ -162,7 +175,7 @@ impl<M> Dialogue<M> {
         self.session
     }
 
-    pub(super) fn memories(&self) -> &[Arc<M>] {
+    pub(super) fn memories(&self) -> &HashMap<u32, Arc<M>> {
         &self.memories
     }
 
@@ -206,12 +219,19 @@ impl<M> Dialogue<M> {
             ClientMessage::DefineSet { members } => self.check_set(&members, rules),
             ClientMessage::RegisterMemory(spec) => {
                 let limit = rules.limits.memories_per_session;
-                if self.memories.len() >= limit as usize {
+                if self.memories_held() >= limit as usize {
                     let field = "limits.memories";
                     return Err(Refused::Limit { what, limit: limit.into(), field });
                 }
+                if self.memory_ids >= MEMORY_IDS_MAX {
+                    return Err(Refused::MemoryIds);
+                }
                 check_memory(&spec)?;
                 Ok(Order::Import { spec, descriptor: descriptors.into_iter().next() })
+            }
+            ClientMessage::ReleaseMemory { memory } => {
+                self.check_memory_is_live(memory)?;
+                Ok(Order::Release { memory })
             }
             ClientMessage::RegisterRegion(spec) => self.check_region(spec, rules),
             ClientMessage::RegisterEvents { gpu, handles } => {
@@ -307,17 +327,27 @@ impl<M> Dialogue<M> {
         let page_bytes = self.page_bytes_of(spec.scope)?;
         in_range("pages of the region", spec.pages.into(), 1, u32::MAX.into())?;
         in_range("segments of a page", spec.segments.len() as u64, 1, LAYOUT_SEGMENTS_MAX as u64)?;
-        let registered = self.memories.len();
         for (number, segment) in spec.segments.iter().enumerate() {
-            if segment.memory as usize >= registered {
-                return Err(Refused::UnknownMemory { memory: segment.memory, registered });
-            }
+            self.check_memory_is_live(segment.memory)?;
             if segment.layer >= self.done_words {
                 let (layer, done_words) = (segment.layer, self.done_words);
                 return Err(Refused::Layer { segment: number, layer, done_words });
             }
         }
         Ok(Order::LayOut { spec, page_bytes })
+    }
+
+    /// Memories that have not been let go of.
+    fn memories_held(&self) -> usize {
+        let released = self.released.iter().filter(|held| held.strong_count() > 0);
+        self.memories.len() + released.count()
+    }
+
+    fn check_memory_is_live(&self, memory: u32) -> Result<(), Refused> {
+        match self.memories.contains_key(&memory) {
+            true => Ok(()),
+            false => Err(Refused::UnknownMemory { memory, registered: self.memories.len() }),
+        }
     }
 
     fn page_bytes_of(&self, scope: u32) -> Result<u64, Refused> {
@@ -340,9 +370,17 @@ impl<M> Dialogue<M> {
 
     /// Returns the handle of the memory.
     pub(super) fn imported(&mut self, memory: Arc<M>) -> u32 {
-        self.memories.push(memory);
-        // Bounded by `memories_per_session`.
-        (self.memories.len() - 1) as u32
+        let handle = self.memory_ids;
+        self.memories.insert(handle, memory);
+        // Bounded by `MEMORY_IDS_MAX`.
+        self.memory_ids += 1;
+        handle
+    }
+
+    /// A handle has ended. The memory lives on in the regions over it.
+    pub(super) fn released(&mut self, memory: u32) {
+        self.released.retain(|held| held.strong_count() > 0);
+        self.released.extend(self.memories.remove(&memory).map(|held| Arc::downgrade(&held)));
     }
 
     pub(super) fn region_began(&mut self) {
@@ -364,6 +402,7 @@ fn name_of(message: &ClientMessage) -> &'static str {
         ClientMessage::DefineNamespace(_) => "define_namespace",
         ClientMessage::DefineSet { .. } => "define_set",
         ClientMessage::RegisterMemory(_) => "register_memory",
+        ClientMessage::ReleaseMemory { .. } => "release_memory",
         ClientMessage::RegisterRegion(_) => "register_region",
         ClientMessage::RegisterEvents { .. } => "register_events",
         ClientMessage::Evict { .. } => "evict",

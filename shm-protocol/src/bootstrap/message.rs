@@ -66,6 +66,12 @@ pub enum ClientMessage {
     },
     /// Answered by `Memory`. `Memfd` travels with one descriptor.
     RegisterMemory(MemorySpec),
+    /// Ends a handle at once, answered by `MemoryReleased`. The memory itself is let go of when no
+    /// region over it exists any more; its handle is never used again in the session.
+    ReleaseMemory {
+        /// As `Memory` named it.
+        memory: u32,
+    },
     /// Answered by `Region`.
     RegisterRegion(RegionSpec),
     /// Events of the engine that its copies may wait for: appended to the session's pool. Answered
@@ -108,9 +114,11 @@ pub enum ManagerMessage {
     },
     /// Memory was mapped or probed.
     Memory {
-        /// Handle for [`SegmentSpec::memory`].
+        /// Handle for [`SegmentSpec::memory`] and `ReleaseMemory`.
         memory: u32,
     },
+    /// The handle of a memory has ended.
+    MemoryReleased,
     /// A region was registered.
     Region {
         /// Handle for `Save`, `Restore` and `Unregister`.

@@ -100,6 +100,7 @@ pub(crate) struct GpuEngine {
     pub(crate) stream: Stream,
     pub(crate) events: EventPool,
     pub(crate) scope: Scope,
+    pub(crate) memory: Memory,
     pub(crate) region: Region,
     pub(crate) pages: Pages,
     pub(crate) device: Rc<Device>,
@@ -129,19 +130,20 @@ impl GpuEngine {
         events.register(&mut client).unwrap();
         let scope = client.define_namespace(spec).unwrap();
         let pages = Pages::new(count, spec.page_bytes, shape);
-        let region = register(&mut client, &device, scope, &pages);
+        let (memory, region) = register(&mut client, &device, scope, &pages);
         let (stream, wrong) = (Stream::new().unwrap(), Buffer::new(8).unwrap());
-        Self { client, stream, events, scope, region, pages, device, wrong }
+        Self { client, stream, events, scope, memory, region, pages, device, wrong }
     }
 
     /// Registers other pages of the same namespace.
-    pub(crate) fn register(&mut self, pages: &Pages) -> Region {
+    pub(crate) fn register(&mut self, pages: &Pages) -> (Memory, Region) {
         register(&mut self.client, &self.device, self.scope, pages)
     }
 
     /// Registers its pages once more, with a client that is new.
     pub(crate) fn register_again(&mut self) {
-        self.region = register(&mut self.client, &self.device, self.scope, &self.pages);
+        (self.memory, self.region) =
+            register(&mut self.client, &self.device, self.scope, &self.pages);
     }
 
     /// Writes pages by a kernel: page `i` of them is page `content.first_page + i` of its seed.
@@ -243,11 +245,12 @@ impl GpuEngine {
     }
 }
 
-fn register(client: &mut Client, device: &Device, scope: Scope, pages: &Pages) -> Region {
+fn register(client: &mut Client, device: &Device, scope: Scope, pages: &Pages) -> (Memory, Region) {
     let spec = device.gpu.export(pages.buffer.address(), pages.buffer.bytes()).unwrap();
     let memory = client.register_cuda(&spec).unwrap();
     let segments = pages.segments(memory);
-    client.register_region(&RegionLayout { scope, pages: pages.count, segments }).unwrap()
+    let layout = RegionLayout { scope, pages: pages.count, segments };
+    (memory, client.register_region(&layout).unwrap())
 }
 
 /// What a counter of a kernel holds.

@@ -1,6 +1,8 @@
 //! Which memory of a GPU can be registered, and whose bytes it then is.
 
-use orbitkv_benches::gpu::{Buffer, Device, PlacedPages, Stream, VirtualMemory};
+use std::time::{Duration, Instant};
+
+use orbitkv_benches::gpu::{Buffer, Device, PlacedPages, Stream, VirtualMemory, free_bytes};
 use orbitkv_engine::cuda::{CudaError, EventPool};
 use orbitkv_engine::{
     Block, Client, Connect, Deadline, QueryMode, Refusal, RegionLayout, RegisterError,
@@ -146,8 +148,9 @@ fn bytes_beyond_an_allocation_are_refused() {
 }
 
 /// Goal: pages of one session may be re-allocated: the new address is used, the old region is
-/// refused, and nothing is leaked by ten such cycles (engine sleep and wake). Method: new memory is
-/// made before the old is freed, so that it lies elsewhere.
+/// refused, and nothing is leaked by ten such cycles (engine sleep and wake). Method: the old memory
+/// is released with its region; the new is made before the old is freed, so that it lies elsewhere.
+/// What the first cycle leaves is not looked at: the Manager's context comes with its first engine.
 #[test]
 fn gpu_09_new_memory_takes_the_place_of_old() {
     const PAGES: u32 = 100;
@@ -160,15 +163,16 @@ fn gpu_09_new_memory_takes_the_place_of_old() {
     let mut engine = GpuEngine::attach(&manager.socket(), "gpu-09", PAGES, shape);
     engine.fill(&all, content(1));
     engine.save(&blocks(1, &all));
-    // Each cycle leaves 64 MiB if anybody keeps the old memory.
+    // Each cycle but the first leaves 64 MiB if anybody keeps the old memory.
     let ballast = (64 * MIB).div_ceil(PAGE) as u32;
     let mut before = 0;
     for cycle in 0..CYCLES {
         let old = engine.region;
         engine.unregister(old);
+        engine.client.release_memory(engine.memory).unwrap();
         let pages = Pages::new(PAGES + ballast, PAGE, shape);
         assert_ne!(pages.buffer.address(), engine.pages.buffer.address());
-        engine.region = engine.register(&pages);
+        (engine.memory, engine.region) = engine.register(&pages);
         engine.pages = pages;
         let new = std::mem::replace(&mut engine.region, old);
         let fence = engine.fence();
@@ -179,11 +183,18 @@ fn gpu_09_new_memory_takes_the_place_of_old() {
         engine.region = new;
         let _restored = engine.restore(&blocks(1, &all));
         engine.check(&all, content(1));
-        let free = orbitkv_benches::gpu::free_bytes().unwrap();
         if cycle == 0 {
-            before = free;
+            before = free_bytes().unwrap();
         }
-        let leaked = before.saturating_sub(free);
-        assert!(leaked <= LEAK_MAX, "{leaked} bytes of the GPU are gone after {cycle} cycles");
+        // The Manager unmaps it soon, not at once.
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let leaked = before.saturating_sub(free_bytes().unwrap());
+            if leaked <= LEAK_MAX {
+                break;
+            }
+            assert!(Instant::now() < end, "{leaked} bytes of the GPU are gone in cycle {cycle}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }

@@ -60,7 +60,7 @@ pub(super) struct Reaper {
 
 impl Reaper {
     pub(super) fn start() -> std::io::Result<Self> {
-        // Bounded by what sessions may register.
+        // Bounded by what sessions may register in their lives.
         let (remains, taken) = channel();
         let thread = thread::Builder::new()
             .name("orbitkv-unmap".to_owned())

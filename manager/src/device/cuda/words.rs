@@ -24,7 +24,7 @@ impl RegisteredWords {
         let (start, bytes) = words.region();
         if let Some(start) = NonNull::new(start) {
             match words_stay_mapped(start, bytes) {
-                // By memory of this session that was refused a moment ago.
+                // By memory of this session that was refused or released a moment ago.
                 Err(error) if error.is_registered() => {
                     gpus.reaper().wait();
                     words_stay_mapped(start, bytes)?;

@@ -69,6 +69,10 @@ impl<I: Importer> Server<I> {
                     Err(error) => self.refuse(index, error.refusal, error.cause.to_string()),
                 }
             }
+            Order::Release { memory } => {
+                self.connections[index].dialogue.released(memory);
+                self.send(index, &ManagerMessage::MemoryReleased);
+            }
             Order::LayOut { spec, page_bytes } => {
                 let Some(session) = session else { return };
                 let memories = self.connections[index].dialogue.memories();

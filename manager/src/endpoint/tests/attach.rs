@@ -7,6 +7,7 @@ use orbitkv_shm_protocol::ids::EngineId;
 use orbitkv_shm_protocol::layout::Geometry;
 use orbitkv_shm_protocol::segment::{self, Expected};
 
+use super::super::session::{Dialogue, MEMORY_IDS_MAX, Rules};
 use super::*;
 
 #[test]
@@ -38,7 +39,8 @@ fn a_client_attaches_defines_registers_and_leaves() {
     let answer = stand.ask(&client, &ClientMessage::RegisterRegion(region(1, 0)));
     assert_eq!(answer, ManagerMessage::Region { region: 1, page_bytes: 8192 });
     let held = &stand.regions[0].1;
-    assert_eq!((held.page_bytes, &held.memories[..]), (8192, &[1 << 20, 1 << 20][..]));
+    assert_eq!(held.page_bytes, 8192);
+    assert_eq!(held.memories, [Arc::new(1 << 20), Arc::new(1 << 20)]);
 
     drop(client);
     stand.until_no_sessions();
@@ -68,6 +70,8 @@ fn order_and_handles_are_checked() {
         (ClientMessage::DefineSet { members: vec![1; 65] }, "1 to 64 is accepted"),
         (ClientMessage::RegisterRegion(region(7, 0)), "scope 7"),
         (ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 4096 }), "0 descriptors"),
+        (ClientMessage::ReleaseMemory { memory: 0 }, "memory 0 is not registered"),
+        (ClientMessage::ReleaseMemory { memory: u32::MAX }, "memory 4294967295"),
         (ClientMessage::Evict { tier: "ssd\n".to_owned(), timeout_ms: 1 }, "\"ssd\\n\""),
         (ClientMessage::Evict { tier: "dram".to_owned(), timeout_ms: u64::MAX }, "timeout_ms"),
         (
@@ -197,6 +201,82 @@ fn limits_of_a_session_hold_and_ended_regions_make_room() {
     stand.endpoint.reply(EndpointReply::RegionEnded { session, region: ended }).unwrap();
     let answer = stand.ask(&client, &ClientMessage::RegisterRegion(region(1, 1)));
     assert!(matches!(answer, ManagerMessage::Region { .. }), "{answer:?}");
+}
+
+#[test]
+fn released_memory_makes_room_and_lives_as_long_as_the_regions_over_it() {
+    let mut stand = Stand::start(settings());
+    let (client, welcome) = stand.attach();
+    stand.ask(&client, &ClientMessage::DefineNamespace(namespace("m")));
+    let memory = ClientMessage::RegisterMemory(MemorySpec::Memfd { bytes: 1 << 20 });
+    let register = |stand: &mut Stand| {
+        client.say_with(&memory, &[memfd().as_fd()]);
+        stand.hear(&client)
+    };
+    for memory in 0..2 {
+        assert_eq!(register(&mut stand), ManagerMessage::Memory { memory });
+    }
+    stand.ask(&client, &ClientMessage::RegisterRegion(region(1, 0)));
+    let of_region = Arc::downgrade(&stand.regions[0].1.memories[0]);
+    let release = |memory| ClientMessage::ReleaseMemory { memory };
+    assert_eq!(stand.ask(&client, &release(0)), ManagerMessage::MemoryReleased);
+    let (refusal, text) = stand.refused(&client, &ClientMessage::RegisterRegion(region(1, 0)));
+    assert_eq!(refusal, Refusal::BadMessage);
+    assert!(text.contains("memory 0 is not registered"), "{text}");
+
+    // It counts for as long as its region has it, in a segment each.
+    assert_eq!(of_region.strong_count(), 2);
+    let full = register(&mut stand);
+    let ManagerMessage::Refused { refusal, .. } = full else { panic!("{full:?}") };
+    assert_eq!(refusal, Refusal::LimitReached);
+    let (_, ended) = stand.regions.remove(0);
+    let session = SessionId(welcome.session);
+    stand.endpoint.reply(EndpointReply::RegionEnded { session, region: ended }).unwrap();
+    stand.until(|_| (of_region.strong_count() == 0).then_some(()));
+    assert_eq!(register(&mut stand), ManagerMessage::Memory { memory: 2 }, "never the same handle");
+    let answer = stand.ask(&client, &ClientMessage::RegisterRegion(region(1, 2)));
+    assert!(matches!(answer, ManagerMessage::Region { .. }), "{answer:?}");
+
+    // The other way round: no region is left when the handle ends.
+    let of_region = Arc::downgrade(&stand.regions[0].1.memories[0]);
+    let (_, ended) = stand.regions.remove(0);
+    stand.endpoint.reply(EndpointReply::RegionEnded { session, region: ended }).unwrap();
+    stand.until(|_| (of_region.strong_count() == 1).then_some(()));
+    assert_eq!(stand.ask(&client, &release(2)), ManagerMessage::MemoryReleased);
+    assert_eq!(of_region.strong_count(), 0);
+}
+
+#[test]
+fn the_handles_of_memories_run_out_for_one_session_alone() {
+    let limits = limits();
+    let rules = Rules {
+        limits: &limits,
+        dram_bytes: 1 << 20,
+        sessions: 1,
+        draining: false,
+        uid: 0,
+        is_owner: true,
+    };
+    let register = || {
+        let memory = MemorySpec::Process { address: 1, bytes: 1, nonce_address: 1, nonce: 1 };
+        ClientMessage::RegisterMemory(memory)
+    };
+    let attached = || {
+        let mut dialogue = Dialogue::<()>::default();
+        let geometry = Geometry { ring_capacity: 64, page_entries: 1024, done_words: 1 };
+        dialogue.attached(SessionId(1), geometry);
+        dialogue
+    };
+    let mut dialogue = attached();
+    for handle in 0..MEMORY_IDS_MAX {
+        assert!(dialogue.check(register(), Vec::new(), &rules).is_ok());
+        assert_eq!(dialogue.imported(Arc::new(())), handle);
+        dialogue.released(handle);
+    }
+    let refused = dialogue.check(register(), Vec::new(), &rules).unwrap_err();
+    assert_eq!(refused.refusal(), Refusal::LimitReached);
+    assert!(refused.to_string().contains("attach again"), "{refused}");
+    assert!(attached().check(register(), Vec::new(), &rules).is_ok());
 }
 
 #[test]

@@ -131,6 +131,7 @@ fn message() -> impl Strategy<Value = Box<ClientMessage>> {
         3 => any_namespace(),
         1 => vec(number(), 0..70).prop_map(|members| ClientMessage::DefineSet { members }),
         3 => any_memory(),
+        1 => number().prop_map(|memory| ClientMessage::ReleaseMemory { memory }),
         3 => any_region(),
         1 => (0..300_usize).prop_map(events),
         1 => (text(), size()).prop_map(|(tier, timeout_ms)| ClientMessage::Evict {
@@ -274,10 +275,22 @@ fn get_somewhere_then_break(stand: &mut Stand) {
         assert!(!matches!(answer, ManagerMessage::Refused { .. }), "{answer:?}");
     }
     assert_eq!((stand.scopes, stand.regions.len(), stand.events.len()), (before + 1, 1, 5));
+    // Twice, and then a region over it: the region that is there keeps the memory.
+    let memory = Arc::downgrade(&stand.regions[0].1.memories[0]);
+    let release = ClientMessage::ReleaseMemory { memory: 0 };
+    assert_eq!(stand.ask(&client, &release), ManagerMessage::MemoryReleased);
+    for late in [release, ClientMessage::RegisterRegion(region(before + 1, 0))] {
+        let (refusal, text) = stand.refused(&client, &late);
+        assert_eq!(refusal, Refusal::BadMessage);
+        assert!(text.contains("memory 0 is not registered"), "{text}");
+    }
+    assert_eq!(stand.regions.len(), 1);
+    assert!(memory.strong_count() > 0);
     play(stand, &client, &Move::Header([MESSAGE_MAGIC, ABI_VERSION, 7, 0], vec![0; 3]));
     stand.hears_the_end(&client);
     stand.until(|stand| (stand.sessions.len() == 1).then_some(()));
     assert!(stand.regions.is_empty() && stand.events.is_empty());
+    stand.until(|_| (memory.strong_count() == 0).then_some(()));
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod attach;
 mod hostile;
 mod listener;
 
+use std::collections::HashMap;
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -80,7 +81,8 @@ struct FakeImporter;
 #[derive(Debug)]
 struct FakeRegion {
     page_bytes: u64,
-    memories: Vec<u64>,
+    /// One a segment.
+    memories: Vec<Arc<u64>>,
 }
 
 #[derive(Debug)]
@@ -131,7 +133,7 @@ impl Importer for FakeImporter {
 
     fn lay_out(
         &mut self,
-        memories: &[Arc<u64>],
+        memories: &HashMap<u32, Arc<u64>>,
         spec: &RegionSpec,
         page_bytes: u64,
     ) -> Result<FakeRegion, ImportRefusal> {
@@ -141,8 +143,8 @@ impl Importer for FakeImporter {
             return Err(ImportRefusal { refusal, cause: "the sizes differ".into() });
         }
         // Panics unless the endpoint has checked every handle.
-        let memories =
-            spec.segments.iter().map(|segment| *memories[segment.memory as usize]).collect();
+        let memory = |segment: &SegmentSpec| Arc::clone(&memories[&segment.memory]);
+        let memories = spec.segments.iter().map(memory).collect();
         Ok(FakeRegion { page_bytes, memories })
     }
 }
