@@ -1,6 +1,9 @@
 //! Saves one page, finds it again and restores it elsewhere: `first_page [SOCKET]`.
 
-use std::{env, error::Error, fs::File, os::unix::fs::FileExt, path::Path, time::Duration};
+use std::{
+    env, error::Error, fs::File, os::unix::fs::FileExt, path::Path, process::ExitCode,
+    time::Duration,
+};
 
 use orbitkv_engine::{
     Block, Connect, Deadline, DependencySpec, NamespaceSpec, PageHash, QueryMode, RegionLayout,
@@ -53,7 +56,14 @@ pub(crate) fn run(socket: &Path) -> Result<[u8; 4096], Box<dyn Error>> {
     Ok(restored)
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
     let socket = env::args_os().nth(1).map_or_else(socket_default_path, Into::into);
-    run(&socket).map(|page| println!("restored 4096 bytes, the first is {}", page[0]))
+    match run(&socket) {
+        Ok(page) => println!("restored 4096 bytes, the first is {}", page[0]),
+        Err(error) => {
+            eprintln!("first_page: {error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
 }

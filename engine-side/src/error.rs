@@ -159,7 +159,7 @@ impl From<Gone> for SubmitError {
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// Nothing exists at the path.
-    #[error("no Manager socket at {}; is orbitkv-manager running?", path.display())]
+    #[error("no Manager socket at {}: start one with `orbitkv serve`, or name its --socket", path.display())]
     NoSocket {
         /// Path asked for.
         path: PathBuf,

@@ -95,6 +95,7 @@ pub(crate) fn remedy(errno: Option<Errno>) -> &'static str {
              group)"
         }
         Some(Errno::MFILE) => ": no more descriptors; raise their limit (ulimit -n, LimitNOFILE=)",
+        Some(Errno::FBIG) => ": raise the limit of file sizes (ulimit -f, LimitFSIZE=)",
         _ => "",
     }
 }

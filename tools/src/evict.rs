@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use orbitkv_manager::units::{Size, parse_duration};
+use orbitkv_manager::units::parse_duration;
 use orbitkv_shm_protocol::bootstrap::message::{ClientMessage, ManagerMessage};
 use orbitkv_shm_protocol::bootstrap::peer::socket_default_path;
 use orbitkv_shm_protocol::bootstrap::transport::{self, TransportError};
@@ -64,8 +64,9 @@ pub(crate) fn run(args: &EvictArgs) -> Result<Exit, ToolError> {
         transport::receive_manager(&socket, args.timeout + ANSWER_MARGIN).map_err(talk)?;
     match answer {
         ManagerMessage::Evicted { pages, bytes, pages_kept, spill_drained } => {
-            let bytes = Size(bytes);
-            print(format_args!("evicted {pages} pages ({bytes}), kept {pages_kept} in use\n"))?;
+            print(format_args!(
+                "evicted {pages} pages ({bytes} bytes), kept {pages_kept} in use\n"
+            ))?;
             if spill_drained {
                 return Ok(Exit::Ok);
             }

@@ -115,7 +115,10 @@ pub(crate) enum ToolError {
         source: io::Error,
     },
     /// The bootstrap socket failed.
-    #[error("{socket}: {source}", socket = socket.display())]
+    #[error(
+        "{socket}: {source}; `orbitkv inspect` shows whether the Manager hangs",
+        socket = socket.display()
+    )]
     Talk {
         /// Where.
         socket: PathBuf,

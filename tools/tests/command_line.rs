@@ -67,7 +67,7 @@ fn wrong_usage_is_2_in_one_line() {
     refused(&["bogus"], 2, &["bogus", "replay"]);
     refused(&["replay"], 2, &["--trace"]);
     refused(&["replay", "--trace", "x", "--engine", "2"], 2, &["--engine", "--engines"]);
-    refused(&["replay", "--trace", "x", "--engines", "0"], 2, &["--engines", "0", "1..=64"]);
+    refused(&["replay", "--trace", "x", "--engines", "0"], 2, &["--engines", "0", "1 to 64"]);
     refused(
         &["replay", "--trace", "x", "--page-bytes", "1e30"],
         2,
@@ -84,6 +84,12 @@ fn wrong_usage_is_2_in_one_line() {
     refused(&["replay", "--trace", "x", "--socket", "/s", "--spawn"], 2, &["--spawn"]);
     refused(&["simulate", "--trace", "x"], 2, &["--dram-pages"]);
     refused(&["simulate", "--trace", "x", "--dram-pages", "1,0"], 2, &["--dram-pages", "0"]);
+    refused(
+        &["simulate", "--trace", "x", "--dram-pages", "1,many"],
+        2,
+        &["--dram-pages", "many", "whole number, 1 to 268435456"],
+    );
+    refused(&["replay", "--trace", "x", "--limit", "0"], 2, &["--limit", "at least 1"]);
     refused(&["simulate", "--trace", "x", "--dram-pages", "-1"], 2, &["-1"]);
     refused(
         &["simulate", "--trace", "x", "--dram-pages", "1", "--replacement", "fifo"],

@@ -245,7 +245,10 @@ fn pages_go_to_ssd_come_back_and_survive_the_manager() {
         .output()
         .unwrap();
     let said = String::from_utf8(evicted.stdout).unwrap();
-    assert!(evicted.status.success() && said.starts_with("evicted 480 pages"), "{said}");
+    assert!(
+        evicted.status.success() && said.starts_with("evicted 480 pages (7864320 bytes)"),
+        "{said}"
+    );
     let second = replay();
     assert_eq!(number(&second, "pages_missed"), 0);
     assert_eq!(number(&second, "pages_hit_ssd"), 480, "each page is read once, by its first use");

@@ -87,6 +87,7 @@ pub fn usage_line(error: &clap::Error, command: &clap::Command) -> String {
         ErrorKind::UnknownArgument => {
             let flags: Vec<String> = command
                 .get_arguments()
+                .filter(|arg| !arg.is_hide_set())
                 .filter_map(|arg| arg.get_long().map(|long| format!("--{long}")))
                 .collect();
             let suggested = text(ContextKind::SuggestedArg).or_else(|| {

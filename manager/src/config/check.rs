@@ -336,7 +336,7 @@ impl Checked<'_> {
             items.iter().map(|item| path(key, item, word)).collect::<Result<Vec<_>, _>>()?;
         let twice = paths.iter().enumerate().find(|(i, path)| paths[..*i].contains(path));
         if let Some((_, path)) = twice {
-            return Err(bad(key, word, format!("{} twice", path.display())));
+            return Err(bad(key, word, format!("{}, named twice", path.display())));
         }
         if paths.len() > SSD_FILES_MAX {
             return Err(self.out_of_range(key, format!("{} files", paths.len())));

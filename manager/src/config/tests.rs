@@ -269,6 +269,14 @@ fn every_flag_of_the_table_exists_and_reaches_its_field() {
 }
 
 #[test]
+fn a_hidden_flag_is_not_among_the_accepted_ones() {
+    let command = command().arg(clap::Arg::new("secret").long("secret").hide(true));
+    let error = command.clone().try_get_matches_from(["serve", "--bogus"]).unwrap_err();
+    let line = usage_line(&error, &command);
+    assert!(line.contains("--dram") && !line.contains("secret"), "{line}");
+}
+
+#[test]
 fn usage_errors_of_the_flags_are_one_line() {
     let line = |flags: &[&str]| {
         let error = command()

@@ -26,8 +26,7 @@ pub(super) fn available(dram_bytes: u64) -> Check {
 fn judge_available(dram_bytes: u64, host: Option<u64>, group: Option<u64>) -> Check {
     let name = "memory";
     let shown = |bytes: Option<u64>| bytes.map_or("unknown".to_owned(), size);
-    let mut found =
-        format!("{} available, the DRAM tier takes {} by default", shown(host), size(dram_bytes));
+    let mut found = format!("{} available, the DRAM tier takes {}", shown(host), size(dram_bytes));
     if let Some(group) = group {
         found.push_str(&format!(", the control group leaves {}", size(group)));
     }
@@ -117,7 +116,7 @@ fn judge_locked(needed: u64, soft: Option<u64>, hard: Option<u64>, exempt: bool)
     let name = "memlock";
     let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), size);
     let limits = format!(
-        "soft limit {}, hard limit {}, needed for registered buffers of the default DRAM {}",
+        "soft limit {}, hard limit {}, registered buffers need that of DRAM, {}",
         shown(soft),
         shown(hard),
         size(needed)

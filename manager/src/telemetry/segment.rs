@@ -13,6 +13,8 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use shared_memory::{ShmemConf, ShmemError};
 
+use crate::error::remedy;
+
 /// A name that keeps reappearing after it was removed this often is somebody else's.
 const REPLACE_TRIES: u32 = 4;
 
@@ -53,7 +55,7 @@ pub enum TelemetryError {
         socket: PathBuf,
     },
     /// A system call failed.
-    #[error("{operation} telemetry segment {name}: {errno}")]
+    #[error("{operation} telemetry segment {name}: {errno}{}", remedy(Some(*errno)))]
     System {
         /// What was tried.
         operation: &'static str,

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use clap::builder::TypedValueParser;
 use orbitkv_benches::manager::Manager;
 use orbitkv_manager::config::{PAGE_BYTES_MAX, PAGE_BYTES_MIN};
 use orbitkv_manager::units::{Size, parse_duration, parse_size};
@@ -121,9 +122,13 @@ pub(crate) struct OutputArgs {
 const MANAGER_FLAGS: [&str; 6] =
     ["dram", "ssd", "ssd_capacity", "replacement", "spill", "query_budget"];
 
-/// A whole number in a range, for clap.
-pub(crate) fn within(min: u64, max: u64) -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(min..=max)
+/// Takes a whole number in a range, and names the range to who types another.
+pub(crate) fn within(min: u64, max: u64) -> impl TypedValueParser<Value = u64> {
+    move |text: &str| match text.parse() {
+        Ok(number) if (min..=max).contains(&number) => Ok(number),
+        _ if max == u64::MAX => Err(format!("must be a whole number of at least {min}")),
+        _ => Err(format!("must be a whole number, {min} to {max}")),
+    }
 }
 
 fn page_bytes(text: &str) -> Result<u64, String> {
