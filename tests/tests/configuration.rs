@@ -77,7 +77,7 @@ fn cfg_01_a_misspelt_name_is_refused_with_the_nearest_valid_one() {
             &["--session-budget", "2097152 bytes (2MiB)", "to budget.query"],
         ),
         ("", &["--dram", "1GiB", "--dram", "2GiB"], &["--dram", "multiple times"]),
-        ("", &["--ssd", "x", "--ssd", "x"], &["--ssd", "\"x twice\""]),
+        ("", &["--ssd", "x", "--ssd", "x"], &["--ssd", "\"x, named twice\""]),
         ("", &["--dram"], &["--dram", "missing", "2MiB to 16TiB"]),
         ("", &["extra"], &["extra"]),
         // What is no TOML, or no text.
