@@ -6,6 +6,7 @@ use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::telemetry::{resolved_socket, segment_name};
@@ -19,12 +20,18 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Marks every process that a test started, through the environment that all inherit.
 const MARK: &str = "ORBITKV_BENCH_TEST";
 
+/// Held by whoever has a [`Place`]: benchmarks spin on every core, and one beside another may see no
+/// answer in a whole slice.
+static ALONE: Mutex<()> = Mutex::new(());
+
 /// A temporary folder of the program under test; its path also marks its processes.
-struct Place(TempDir);
+struct Place(TempDir, MutexGuard<'static, ()>);
 
 impl Place {
     fn new() -> Self {
-        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
+        // One that failed has told why.
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), alone)
     }
 
     fn temporary(&self) -> PathBuf {
