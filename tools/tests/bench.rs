@@ -25,24 +25,28 @@ const MARK: &str = "ORBITKV_BENCH_TEST";
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// A temporary folder of the program under test; its path also marks its processes.
-struct Place(TempDir, MutexGuard<'static, ()>);
+struct Place {
+    folder: TempDir,
+    _alone: MutexGuard<'static, ()>,
+}
 
 impl Place {
     fn new() -> Self {
         // One that failed has told why.
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), alone)
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        Self { folder, _alone: alone }
     }
 
     fn temporary(&self) -> PathBuf {
-        self.0.path().join("t")
+        self.folder.path().join("t")
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
         fs::create_dir_all(self.temporary()).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_orbitkv"));
-        command.args(arguments).env("TMPDIR", self.temporary()).env(MARK, self.0.path());
-        command.current_dir(self.0.path());
+        command.args(arguments).env("TMPDIR", self.temporary()).env(MARK, self.folder.path());
+        command.current_dir(self.folder.path());
         command
     }
 
@@ -68,7 +72,7 @@ impl Place {
 
     /// Processes that the program started, however deep, itself included.
     fn processes(&self) -> Vec<String> {
-        let mark = [MARK.as_bytes(), b"=", self.0.path().as_os_str().as_bytes()].concat();
+        let mark = [MARK.as_bytes(), b"=", self.folder.path().as_os_str().as_bytes()].concat();
         let has_mark = |folder: &Path| {
             let environment = fs::read(folder.join("environ")).unwrap_or_default();
             environment.split(|byte| *byte == 0).any(|variable| variable == mark)
@@ -127,7 +131,7 @@ fn at<'a>(json: &'a Value, path: &str) -> &'a Value {
 #[test]
 fn every_number_of_the_contract_is_there_and_nothing_is_left() {
     let place = Place::new();
-    let out = place.0.path().join("out.json");
+    let out = place.folder.path().join("out.json");
     let arguments = [
         "bench", "control", "--runs", "1", "--slice", "3ms", "--idle", "200ms", "--chains", "2",
         "--json",
@@ -356,7 +360,7 @@ const SSD_KEYS: [&str; 9] = [
 #[test]
 fn copies_are_measured_beside_raw_ones() {
     let place = Place::new();
-    let out = place.0.path().join("out.json");
+    let out = place.folder.path().join("out.json");
     let arguments = ["bench", "device", "--runs", "1", "--shape", "4k", "--shape", "18m_split"];
     let output = place.command(&arguments).arg("--json").arg(&out).output().unwrap();
     let (said, complaints) =
@@ -403,7 +407,7 @@ fn copies_are_measured_beside_raw_ones() {
 fn the_ssd_tier_is_measured_beside_a_plain_loop_and_its_files_go() {
     let place = Place::new();
     for files in [1, 2] {
-        let out = place.0.path().join("out.json");
+        let out = place.folder.path().join("out.json");
         let mut command = place.command(&["bench", "ssd", "--pairs", "1", "--slice", "20ms"]);
         command.args(["--page-bytes", "128KiB", "--page-bytes", "1MiB", "--json"]).arg(&out);
         command.args(["--size", if files == 1 { "192MiB" } else { "384MiB" }]);
@@ -414,7 +418,7 @@ fn the_ssd_tier_is_measured_beside_a_plain_loop_and_its_files_go() {
         let complaints = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(0), "{complaints}");
         for file in 0..files {
-            assert!(!place.0.path().join(format!("tier{file}")).exists(), "the file is left");
+            assert!(!place.folder.path().join(format!("tier{file}")).exists(), "the file is left");
         }
         let json: Value = serde_json::from_slice(&fs::read(out).unwrap()).unwrap();
         assert!(["uring", "blocking"].contains(&json["engine"].as_str().unwrap()));
@@ -439,7 +443,7 @@ fn the_ssd_tier_is_measured_beside_a_plain_loop_and_its_files_go() {
 #[test]
 fn a_file_that_holds_something_is_not_touched() {
     let place = Place::new();
-    let path = place.0.path().join("precious");
+    let path = place.folder.path().join("precious");
     fs::write(&path, b"precious").unwrap();
     let output = place.command(&["bench", "ssd", "--ssd", "precious"]).output().unwrap();
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -455,7 +459,7 @@ fn a_signal_removes_the_file() {
     let arguments = ["bench", "ssd", "--ssd", "tier", "--size", "64MiB", "--page-bytes", "128KiB"];
     let child =
         place.command(&arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let path = place.0.path().join("tier");
+    let path = place.folder.path().join("tier");
     wait_for("the file", || path.exists().then_some(()));
     signal(&child, Signal::INT);
     let output = child.wait_with_output().unwrap();
