@@ -6,11 +6,15 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use orbitkv_shm_protocol::segment::DoneWords;
 
 use super::driver::{self, CudaError, OpenEvent};
 use super::gpu::Gpu;
+
+/// Longest wait for the driver: it waits for copies in flight, not for a GPU that hangs.
+const WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// What is given back to the driver.
 pub(super) enum Remains {
@@ -74,12 +78,12 @@ impl Reaper {
         let _ = self.remains.as_ref().map(|queue| queue.send(remains));
     }
 
-    /// Waits until everything taken so far was given back.
+    /// Waits until everything taken so far was given back, at most [`WAIT_MAX`].
     pub(super) fn wait(&self) {
         let (note, noted) = channel();
         self.take(Remains::Note(note));
-        // An error says that the thread is gone, and with it what it had.
-        let _ = noted.recv();
+        // Whoever waits finds out by trying whether it was.
+        let _ = noted.recv_timeout(WAIT_MAX);
     }
 }
 

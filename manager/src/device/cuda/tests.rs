@@ -223,6 +223,30 @@ fn a_busy_gpu_is_left_to_its_engine_until_it_is_free_again() {
     run_until_three_go_by(Method::Kernel);
 }
 
+#[test]
+fn copies_without_a_mark_are_waited_for() {
+    let twins = Twins::default();
+    twins.switches.refuse_marks.store(true, Ordering::Release);
+    twins.switches.held.store(true, Ordering::Release);
+    let memory = TwinMemory::new(PAGE);
+    let region = region(&memory, 1);
+    let mut bench = bench(&twins);
+    let one = pages(&mut bench, 0..1);
+    let command = bench.command(Direction::Save, &region, one.clone());
+    let first = bench.submit(command);
+    let command = bench.command(Direction::Save, &region, one);
+    let second = bench.submit(command);
+    // The thread has seen the refusal once it refuses what comes behind; the copy stands still.
+    let end = bench.end();
+    assert_eq!((end.ticket, twins.switches.moved.load(Ordering::Acquire)), (second, 0));
+    assert!(bench.device.poll().is_none(), "its copy may still move bytes");
+    twins.switches.held.store(false, Ordering::Release);
+    let end = bench.end();
+    assert_eq!((end.ticket, end.pages_done), (first, 0));
+    assert!(matches!(end.error, Some(CopyError::GpuLost { .. })), "{:?}", end.error);
+    assert_eq!(twins.switches.moved.load(Ordering::Acquire), PAGE);
+}
+
 /// What a killed engine's event looks like from here, for ever.
 #[derive(Debug)]
 struct NeverPasses;

@@ -42,6 +42,8 @@ pub(super) struct Switches {
     pub(super) die_after: AtomicU64,
     /// How long each kernel waits for multiprocessors.
     pub(super) kernel_wait_ms: AtomicU64,
+    /// Marks are refused while it is set; the streams go on.
+    pub(super) refuse_marks: AtomicBool,
     dead: AtomicBool,
     copies: AtomicU64,
     /// Copies and launches that were ordered.
@@ -231,6 +233,9 @@ impl CopyEngine for Twin {
     }
 
     fn mark(&mut self, stream: usize, sequence: u32) -> Result<(), CudaError> {
+        if self.switches.refuse_marks.load(Ordering::Acquire) {
+            return Err(CudaError::of_twin("mark"));
+        }
         self.order(stream, Order::Mark(sequence))
     }
 

@@ -393,21 +393,20 @@ impl Worker {
         let ordered = running.order(self.engine.as_mut(), stream, &mut self.table, choose);
         self.choice.ordered(&expected, ordered.is_err(), ordered_at);
         let beside = self.streams[other(stream)].all_ended();
-        // What was ordered before a refusal is in flight as well.
+        // What was ordered before a refusal is in flight as well. Without a mark it is over when its
+        // stream is dead or idle: see `bury`.
         let lane = &mut self.streams[stream];
         lane.sequence = lane.sequence.wrapping_add(1);
         let marked = self.engine.mark(stream, lane.sequence);
-        if marked.is_ok() {
-            running.batches += 1;
-            lane.in_flight.push_back(Batch {
-                sequence: lane.sequence,
-                command: place,
-                pages_done: running.pages_ordered(),
-                ordered_at,
-                expected: ordered.is_ok().then_some(expected),
-                beside,
-            });
-        }
+        running.batches += 1;
+        lane.in_flight.push_back(Batch {
+            sequence: lane.sequence,
+            command: place,
+            pages_done: running.pages_ordered(),
+            ordered_at,
+            expected: ordered.is_ok().then_some(expected),
+            beside,
+        });
         let Err(error) = ordered.and(marked) else { return Ok(()) };
         let gpu = self.gpu;
         if marked.is_err() || self.engine.is_idle(stream).is_err() {
