@@ -21,6 +21,7 @@ mod blocking;
 mod breaker;
 mod claim;
 mod counters;
+mod depth;
 mod device;
 mod engine;
 mod error;
