@@ -6,7 +6,6 @@
 //! each slice is compared with its neighbour: the speed of a shared disk drifts.
 
 mod bars;
-mod demand;
 mod field;
 mod floor;
 mod ours;
@@ -35,8 +34,8 @@ pub const SIZE: u64 = 6 << 30;
 /// Slices of each pair at most this long.
 pub const SLICE_MAX: Duration = Duration::from_secs(2);
 
-/// Slices of one round: two pairs, and on either side reads alone and beside writes.
-const STEPS_A_ROUND: u64 = 8;
+/// Slices of one round: two pairs, and reads alone and beside writes.
+const STEPS_A_ROUND: u64 = 6;
 /// Steps of one page size beside the rounds: the fill and the choice of two floors.
 const STEPS_BESIDE: u64 = 3;
 /// Steps of a round over several devices: two pairs on one, two on all.

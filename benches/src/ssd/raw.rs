@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use io_uring::squeue::Entry;
 use io_uring::types::Fd;
 use io_uring::{IoUring, opcode};
-use orbitkv_manager::core::{Extent, Slot};
+use orbitkv_manager::core::Extent;
 use orbitkv_manager::pool::DramPool;
 use orbitkv_manager::ssd::DeviceInfo;
 
@@ -43,7 +43,7 @@ pub(super) struct Way {
 
 /// A ring, the files and the memory.
 pub(super) struct Raw {
-    pub(super) ring: IoUring,
+    ring: IoUring,
     files: Vec<File>,
     /// The arenas are registered: arena and buffer have the same number.
     fixed: bool,
@@ -146,31 +146,21 @@ impl Raw {
         let bytes = job.way.request_bytes.min(job.field.page_bytes - page.sent);
         let offset = page.extent.offset + u64::from(page.sent);
         let part = Extent { offset, bytes, ..page.extent };
-        let (slot, sent) = (job.field.slot(page.slot), page.sent);
+        let slot = job.field.slot(page.slot);
+        let file = &self.files[usize::from(slot.device)];
+        let at = slot.offset + u64::from(page.sent);
+        let entry = self.entry(job.op, file, at, part)?;
         page.sent += bytes;
         if page.sent < job.field.page_bytes {
             out.open = Some(number);
         }
-        self.push(job.op, (slot, sent), part, u64::from(number) << 32 | u64::from(bytes))?;
-        out.requests += 1;
-        Ok(true)
-    }
-
-    /// Puts a request on the ring: the bytes of `part`, `sent` bytes behind the begin of a slot.
-    pub(super) fn push(
-        &mut self,
-        op: Op,
-        (slot, sent): (Slot, u32),
-        part: Extent,
-        user_data: u64,
-    ) -> Result<(), BenchError> {
-        let file = &self.files[usize::from(slot.device)];
-        let entry = self.entry(op, file, slot.offset + u64::from(sent), part)?;
-        let entry = entry.user_data(user_data);
+        let entry = entry.user_data(u64::from(number) << 32 | u64::from(bytes));
         // SAFETY: the entry points into the pool, which stays mapped for as long as `self`, and
         // whose part `part` is used for nothing else until the completion.
         let pushed = unsafe { self.ring.submission().push(&entry) };
-        pushed.map_err(|_| wrong("the ring has fewer entries than asked for"))
+        pushed.map_err(|_| wrong("the ring has fewer entries than asked for"))?;
+        out.requests += 1;
+        Ok(true)
     }
 
     fn entry(&self, op: Op, file: &File, at: u64, part: Extent) -> Result<Entry, BenchError> {

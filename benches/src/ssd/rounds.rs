@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use super::Options;
-use super::demand::Paced;
 use super::field::{Buffers, Field, Walk};
 use super::floor::{choose, speed};
 use super::ours::{Load, Ours, Reads};
@@ -125,25 +124,8 @@ impl Rounds<'_> {
         }
     }
 
-    /// Demand reads one by one, alone and beside writes: ours, and the plain loop with as many
-    /// writes as ours made. Who begins changes from round to round, and so does the order of the two.
+    /// Demand reads one by one: alone, then beside writes, or the other way round.
     fn mixed(&mut self, mixed: &mut Mixed, round: u32) -> Result<(), BenchError> {
-        if round.is_multiple_of(2) {
-            self.ours_mixed(mixed, round)?;
-            self.raw_mixed(mixed, round)?;
-        } else {
-            // As many writes as ours made in the round before.
-            self.raw_mixed(mixed, round)?;
-            self.ours_mixed(mixed, round)?;
-        }
-        let ratio = self.last("read_p99_ratio") / self.last("raw_read_p99_ratio");
-        self.add("read_p99_ratio_over_raw", ratio);
-        let ratio = self.last("read_p99_under_write_us") / self.last("raw_read_p99_under_write_us");
-        self.add("read_p99_under_write_over_raw", ratio);
-        Ok(())
-    }
-
-    fn ours_mixed(&mut self, mixed: &mut Mixed, round: u32) -> Result<(), BenchError> {
         let mut slices = [Slice::default(), Slice::default()];
         for turn in 0..2 {
             let under_write = (round + turn).is_multiple_of(2);
@@ -157,45 +139,21 @@ impl Rounds<'_> {
             self.done()?;
         }
         let [alone, under_write] = slices;
-        self.add_mixed("", &alone, &under_write);
+        let (p99_alone, p99_under_write) = (alone.read_us(99), under_write.read_us(99));
+        self.add("read_p50_alone_us", alone.read_us(50));
+        self.add("read_p50_under_write_us", under_write.read_us(50));
+        self.add("read_p99_alone_us", p99_alone);
+        self.add("read_p99_under_write_us", p99_under_write);
+        self.add("read_p99_ratio", p99_under_write / p99_alone);
+        self.add("read_alone_gb_per_s", alone.read_gb_per_s());
+        self.add("read_under_write_gb_per_s", under_write.read_gb_per_s());
+        let writes = under_write.write_gb_per_s();
+        let lone = self.last("ours_write_gb_per_s");
+        self.add("write_under_read_gb_per_s", writes);
+        self.add("write_under_read_ratio", writes / lone);
         mixed.alone.extend(alone.read_ns);
         mixed.under_write.extend(under_write.read_ns);
         Ok(())
-    }
-
-    fn raw_mixed(&mut self, mixed: &mut Mixed, round: u32) -> Result<(), BenchError> {
-        let gb_per_s = self.last("write_under_read_gb_per_s");
-        let mut slices = [Slice::default(), Slice::default()];
-        for turn in 0..2 {
-            let under_write = (round + turn).is_multiple_of(2);
-            let writes = under_write.then_some(Paced { walk: &mut mixed.writes, gb_per_s });
-            let on = (&mut self.field, &self.buffers);
-            slices[usize::from(under_write)] =
-                self.raw.one_by_one(on, &mut mixed.reads, writes, self.options.slice)?;
-            self.done()?;
-        }
-        let [alone, under_write] = slices;
-        self.add_mixed("raw_", &alone, &under_write);
-        Ok(())
-    }
-
-    /// What demand reads took on one side, alone and beside writes.
-    fn add_mixed(&mut self, side: &str, alone: &Slice, under_write: &Slice) {
-        let (p99_alone, p99_under_write) = (alone.read_us(99), under_write.read_us(99));
-        let (writes, lone) = (under_write.write_gb_per_s(), self.last("ours_write_gb_per_s"));
-        for (name, value) in [
-            ("read_p50_alone_us", alone.read_us(50)),
-            ("read_p50_under_write_us", under_write.read_us(50)),
-            ("read_p99_alone_us", p99_alone),
-            ("read_p99_under_write_us", p99_under_write),
-            ("read_p99_ratio", p99_under_write / p99_alone),
-            ("read_alone_gb_per_s", alone.read_gb_per_s()),
-            ("read_under_write_gb_per_s", under_write.read_gb_per_s()),
-            ("write_under_read_gb_per_s", writes),
-            ("write_under_read_ratio", writes / lone),
-        ] {
-            self.add(&format!("{side}{name}"), value);
-        }
     }
 
     /// All devices together beside the first one alone.
