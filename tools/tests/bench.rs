@@ -341,7 +341,7 @@ fn an_answer_that_is_no_hit_fails_the_part() {
 }
 
 /// The numbers of the contract in each result of `bench ssd`.
-const SSD_KEYS: [&str; 9] = [
+const SSD_KEYS: [&str; 14] = [
     "ours_read_gb_per_s",
     "raw_read_gb_per_s",
     "read_ratio",
@@ -351,10 +351,13 @@ const SSD_KEYS: [&str; 9] = [
     "read_p99_alone_us",
     "read_p99_under_write_us",
     "write_under_read_ratio",
+    "raw_read_p99_alone_us",
+    "raw_read_p99_under_write_us",
+    "raw_p99_ratio",
+    "p99_ratio_over_raw",
+    "raw_write_under_read_gb_per_s",
 ];
 
-/// Goal: `bench ssd` moves and checks pages on one file and on two, and has every number. Method:
-/// files as small as they may be.
 /// Goal: `bench device` has the numbers of the contract for every operation of a shape. Its own
 /// compares would have ended it. Method: the small shapes once, in host memory.
 #[test]
@@ -403,6 +406,8 @@ fn copies_are_measured_beside_raw_ones() {
     assert_eq!(json["device"], "host");
 }
 
+/// Goal: `bench ssd` moves and checks pages on one file and on two, and has every number. Method:
+/// files as small as they may be.
 #[test]
 fn the_ssd_tier_is_measured_beside_a_plain_loop_and_its_files_go() {
     let place = Place::new();

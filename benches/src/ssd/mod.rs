@@ -9,6 +9,7 @@ mod bars;
 mod field;
 mod floor;
 mod ours;
+mod paced;
 mod raw;
 mod rounds;
 mod slice;
@@ -34,8 +35,8 @@ pub const SIZE: u64 = 6 << 30;
 /// Slices of each pair at most this long.
 pub const SLICE_MAX: Duration = Duration::from_secs(2);
 
-/// Slices of one round: two pairs, and reads alone and beside writes.
-const STEPS_A_ROUND: u64 = 6;
+/// Slices of one round: two pairs, and reads alone and beside writes, of both sides.
+const STEPS_A_ROUND: u64 = 8;
 /// Steps of one page size beside the rounds: the fill and the choice of two floors.
 const STEPS_BESIDE: u64 = 3;
 /// Steps of a round over several devices: two pairs on one, two on all.

@@ -43,7 +43,7 @@ pub(super) struct Way {
 
 /// A ring, the files and the memory.
 pub(super) struct Raw {
-    ring: IoUring,
+    pub(super) ring: IoUring,
     files: Vec<File>,
     /// The arenas are registered: arena and buffer have the same number.
     fixed: bool,
@@ -147,23 +147,36 @@ impl Raw {
         let offset = page.extent.offset + u64::from(page.sent);
         let part = Extent { offset, bytes, ..page.extent };
         let slot = job.field.slot(page.slot);
-        let file = &self.files[usize::from(slot.device)];
         let at = slot.offset + u64::from(page.sent);
-        let entry = self.entry(job.op, file, at, part)?;
+        let entry = self.entry(job.op, slot.device, at, part)?;
         page.sent += bytes;
         if page.sent < job.field.page_bytes {
             out.open = Some(number);
         }
         let entry = entry.user_data(u64::from(number) << 32 | u64::from(bytes));
-        // SAFETY: the entry points into the pool, which stays mapped for as long as `self`, and
-        // whose part `part` is used for nothing else until the completion.
-        let pushed = unsafe { self.ring.submission().push(&entry) };
-        pushed.map_err(|_| wrong("the ring has fewer entries than asked for"))?;
+        self.push(&entry)?;
         out.requests += 1;
         Ok(true)
     }
 
-    fn entry(&self, op: Op, file: &File, at: u64, part: Extent) -> Result<Entry, BenchError> {
+    /// Hands over a request from [`entry`](Self::entry), whose part of the pool is used for nothing
+    /// else until its completion.
+    pub(super) fn push(&mut self, entry: &Entry) -> Result<(), BenchError> {
+        // SAFETY: the entry points into the pool, which stays mapped for as long as `self`, and
+        // its caller uses that part for nothing else until the completion, as said above.
+        let pushed = unsafe { self.ring.submission().push(entry) };
+        pushed.map_err(|_| wrong("the ring has fewer entries than asked for"))
+    }
+
+    /// A request between `part` of the pool and place `at` of a device.
+    pub(super) fn entry(
+        &self,
+        op: Op,
+        device: u16,
+        at: u64,
+        part: Extent,
+    ) -> Result<Entry, BenchError> {
+        let file = &self.files[usize::from(device)];
         let slice = self.pool.slice(part).ok_or_else(|| wrong("a buffer outside the pool"))?;
         let (file, start, bytes) = (Fd(file.as_raw_fd()), slice.as_ptr(), part.bytes);
         Ok(match (op, self.fixed) {
@@ -274,6 +287,6 @@ fn make_ring() -> io::Result<IoUring> {
     }
 }
 
-fn wrong(message: &str) -> BenchError {
+pub(super) fn wrong(message: &str) -> BenchError {
     BenchError::Wrong(message.into())
 }

@@ -6,6 +6,7 @@ use super::Options;
 use super::field::{Buffers, Field, Walk};
 use super::floor::{choose, speed};
 use super::ours::{Load, Ours, Reads};
+use super::paced::{Paced, WRITE_REQUEST_BYTES_MAX};
 use super::raw::{Op, Raw, Way};
 use super::slice::{Slice, percentile_us};
 use crate::error::BenchError;
@@ -42,12 +43,17 @@ impl Rounds<'_> {
         let mut mixed = Mixed::new(&self.field);
         for round in 0..self.options.pairs {
             self.pairs(&mut course, round, "")?;
-            self.mixed(&mut mixed, round)?;
+            self.mixed(&mut mixed, &course, round)?;
         }
-        self.note("read_p99_alone_pooled_us", percentile_us(&mut mixed.alone, 99));
-        self.note("read_p99_under_write_pooled_us", percentile_us(&mut mixed.under_write, 99));
-        self.note("read_samples_alone", mixed.alone.len() as f64);
-        self.note("read_samples_under_write", mixed.under_write.len() as f64);
+        for (side, name) in [(&mut mixed.ours, ""), (&mut mixed.raw, "raw_")] {
+            let (alone, under_write) = (side.alone.len() as f64, side.under_write.len() as f64);
+            let p99_alone = percentile_us(&mut side.alone, 99);
+            let p99_under_write = percentile_us(&mut side.under_write, 99);
+            self.note(&format!("{name}read_p99_alone_pooled_us"), p99_alone);
+            self.note(&format!("{name}read_p99_under_write_pooled_us"), p99_under_write);
+            self.note(&format!("{name}read_samples_alone"), alone);
+            self.note(&format!("{name}read_samples_under_write"), under_write);
+        }
         if self.ours.devices.len() > 1 {
             self.scaling(&mut course)?;
         }
@@ -124,36 +130,74 @@ impl Rounds<'_> {
         }
     }
 
-    /// Demand reads one by one: alone, then beside writes, or the other way round.
-    fn mixed(&mut self, mixed: &mut Mixed, round: u32) -> Result<(), BenchError> {
-        let mut slices = [Slice::default(), Slice::default()];
-        for turn in 0..2 {
-            let under_write = (round + turn).is_multiple_of(2);
-            let load = Load {
-                reads: Some((&mut mixed.reads, Reads::OneByOne)),
-                writes: under_write.then_some(&mut mixed.writes),
-            };
-            let length = self.options.slice;
-            slices[usize::from(under_write)] =
-                self.ours.slice(&mut self.field, &self.buffers, load, length)?;
-            self.done()?;
-        }
-        let [alone, under_write] = slices;
-        let (p99_alone, p99_under_write) = (alone.read_us(99), under_write.read_us(99));
-        self.add("read_p50_alone_us", alone.read_us(50));
-        self.add("read_p50_under_write_us", under_write.read_us(50));
-        self.add("read_p99_alone_us", p99_alone);
-        self.add("read_p99_under_write_us", p99_under_write);
-        self.add("read_p99_ratio", p99_under_write / p99_alone);
-        self.add("read_alone_gb_per_s", alone.read_gb_per_s());
-        self.add("read_under_write_gb_per_s", under_write.read_gb_per_s());
-        let writes = under_write.write_gb_per_s();
-        let lone = self.last("ours_write_gb_per_s");
-        self.add("write_under_read_gb_per_s", writes);
-        self.add("write_under_read_ratio", writes / lone);
-        mixed.alone.extend(alone.read_ns);
-        mixed.under_write.extend(under_write.read_ns);
+    /// Demand reads one by one, alone and beside writes, ours and plain ones; who begins changes
+    /// from round to round. The plain writes go at the rate that ours had in the slice before.
+    fn mixed(&mut self, mixed: &mut Mixed, course: &Course, round: u32) -> Result<(), BenchError> {
+        let (ours, raw) = if round.is_multiple_of(2) {
+            let under_write = self.ours_demand(mixed, true)?;
+            let raw_under_write = self.raw_demand(mixed, course, Some(&under_write))?;
+            let raw_alone = self.raw_demand(mixed, course, None)?;
+            let alone = self.ours_demand(mixed, false)?;
+            ([alone, under_write], [raw_alone, raw_under_write])
+        } else {
+            let raw_alone = self.raw_demand(mixed, course, None)?;
+            let alone = self.ours_demand(mixed, false)?;
+            let under_write = self.ours_demand(mixed, true)?;
+            let raw_under_write = self.raw_demand(mixed, course, Some(&under_write))?;
+            ([alone, under_write], [raw_alone, raw_under_write])
+        };
+        let ratio = self.demand_numbers("", "read_p99_ratio", &ours);
+        let raw_ratio = self.demand_numbers("raw_", "raw_p99_ratio", &raw);
+        self.add("p99_ratio_over_raw", ratio / raw_ratio);
+        let writes = self.last("write_under_read_gb_per_s");
+        self.add("write_under_read_ratio", writes / self.last("ours_write_gb_per_s"));
+        mixed.ours.add(ours);
+        mixed.raw.add(raw);
         Ok(())
+    }
+
+    fn ours_demand(&mut self, mixed: &mut Mixed, writes: bool) -> Result<Slice, BenchError> {
+        let load = Load {
+            reads: Some((&mut mixed.reads, Reads::OneByOne)),
+            writes: writes.then_some(&mut mixed.writes),
+        };
+        let slice = self.ours.slice(&mut self.field, &self.buffers, load, self.options.slice)?;
+        self.done()?;
+        Ok(slice)
+    }
+
+    /// Beside writes as fast as those of `paced_by`, or alone.
+    fn raw_demand(
+        &mut self,
+        mixed: &mut Mixed,
+        course: &Course,
+        paced_by: Option<&Slice>,
+    ) -> Result<Slice, BenchError> {
+        let Way { request_bytes, depth } = course.write_way;
+        let way = Way { request_bytes: request_bytes.min(WRITE_REQUEST_BYTES_MAX), depth };
+        let walk = &mut mixed.writes;
+        let writes = paced_by.map(|slice| Paced { walk, way, gb_per_s: slice.write_gb_per_s() });
+        let reads = (&mut mixed.reads, course.read_way);
+        let memory = (&mut self.field, &self.buffers);
+        let slice = self.raw.demand(memory, reads, writes, self.options.slice)?;
+        self.done()?;
+        Ok(slice)
+    }
+
+    /// Adds what a side's reads `[alone, under write]` took; returns the ratio of their p99.
+    fn demand_numbers(&mut self, side: &str, ratio: &str, slices: &[Slice; 2]) -> f64 {
+        let [alone, under_write] = slices;
+        for percentile in [50, 99] {
+            let named = |what| format!("{side}read_p{percentile}_{what}_us");
+            self.add(&named("alone"), alone.read_us(percentile));
+            self.add(&named("under_write"), under_write.read_us(percentile));
+        }
+        let value = under_write.read_us(99) / alone.read_us(99);
+        self.add(ratio, value);
+        self.add(&format!("{side}read_alone_gb_per_s"), alone.read_gb_per_s());
+        self.add(&format!("{side}read_under_write_gb_per_s"), under_write.read_gb_per_s());
+        self.add(&format!("{side}write_under_read_gb_per_s"), under_write.write_gb_per_s());
+        value
     }
 
     /// All devices together beside the first one alone.
@@ -195,6 +239,13 @@ impl Rounds<'_> {
 struct Mixed {
     reads: Walk,
     writes: Walk,
+    ours: Pooled,
+    raw: Pooled,
+}
+
+/// The times of one side's reads of all rounds, in nanoseconds.
+#[derive(Default)]
+struct Pooled {
     alone: Vec<u64>,
     under_write: Vec<u64>,
 }
@@ -202,6 +253,13 @@ struct Mixed {
 impl Mixed {
     fn new(field: &Field) -> Self {
         let (reads, writes) = field.walk(1).split();
-        Self { reads, writes, alone: Vec::new(), under_write: Vec::new() }
+        Self { reads, writes, ours: Pooled::default(), raw: Pooled::default() }
+    }
+}
+
+impl Pooled {
+    fn add(&mut self, [alone, under_write]: [Slice; 2]) {
+        self.alone.extend(alone.read_ns);
+        self.under_write.extend(under_write.read_ns);
     }
 }
