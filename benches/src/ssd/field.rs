@@ -1,5 +1,6 @@
 //! What is read and written: the slots of one page size, and the memory that both sides use.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use orbitkv_manager::core::{Extent, RegionGeometry, Slot, slot_bytes};
@@ -66,6 +67,15 @@ impl Buffers {
             }
         }
         Ok(())
+    }
+
+    /// All read buffers, none in use.
+    ///
+    /// The one that is idle longest is read to next: a page comes back from SSD into the memory of the
+    /// coldest page, while a loop that reads to one buffer again and again never leaves the processor's
+    /// cache.
+    pub(super) fn idle(&self) -> VecDeque<usize> {
+        (0..self.reads.len()).collect()
     }
 
     /// Checksum of what lies in a read buffer.

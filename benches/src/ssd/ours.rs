@@ -1,5 +1,6 @@
 //! Our side: the Manager's own tier with its threads, ordered from one thread as the reactor does.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -71,7 +72,7 @@ struct Out {
     writes: usize,
     bytes_read: u64,
     bytes_written: u64,
-    free: Vec<usize>,
+    idle: VecDeque<usize>,
     /// By buffer: slot and time of the order.
     reading: Vec<(u32, Instant)>,
     next_write: usize,
@@ -85,7 +86,7 @@ impl Out {
             writes: 0,
             bytes_read: 0,
             bytes_written: 0,
-            free: (0..buffers.reads.len()).rev().collect(),
+            idle: buffers.idle(),
             reading: vec![(0, Instant::now()); buffers.reads.len()],
             next_write: 0,
             last: LastRead::new(buffers),
@@ -203,7 +204,7 @@ impl Ours {
         out: &mut Out,
     ) -> Result<(), BenchError> {
         if let Some((walk, reads)) = &mut load.reads {
-            while out.may_read(*reads) && !out.free.is_empty() {
+            while out.may_read(*reads) && !out.idle.is_empty() {
                 self.read(field, buffers, walk.next(), out)?;
             }
         }
@@ -222,7 +223,7 @@ impl Ours {
         index: u32,
         out: &mut Out,
     ) -> Result<(), BenchError> {
-        let Some(buffer) = out.free.pop() else { return Err(full()) };
+        let Some(buffer) = out.idle.pop_front() else { return Err(full()) };
         let order = ReadOrder {
             ticket: Ticket(buffer as u64),
             slot: field.slot(index),
@@ -278,7 +279,7 @@ impl Ours {
                     let (slot, ordered) = out.reading[buffer];
                     meter.read(field.page_bytes, ordered, now);
                     out.last.set(buffer, slot);
-                    out.free.push(buffer);
+                    out.idle.push_back(buffer);
                     out.reads -= 1;
                     out.bytes_read -= bytes;
                     fault

@@ -1,6 +1,7 @@
 //! The other side: a plain io_uring loop over the same files and the same memory.
 #![allow(unsafe_code, reason = "hands addresses of buffers to the kernel")]
 
+use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -67,7 +68,7 @@ struct Page {
 struct Out {
     pages: Vec<Page>,
     free_pages: Vec<u32>,
-    free_buffers: Vec<usize>,
+    idle_buffers: VecDeque<usize>,
     open: Option<u32>,
     requests: u16,
     next_write: usize,
@@ -217,7 +218,7 @@ impl Raw {
                 Op::Read => {
                     meter.read(job.field.page_bytes, page.ordered, now);
                     out.last.set(page.buffer, page.slot);
-                    out.free_buffers.push(page.buffer);
+                    out.idle_buffers.push_back(page.buffer);
                 }
                 Op::Write => meter.wrote(job.field.page_bytes),
             }
@@ -237,7 +238,7 @@ impl Out {
         Self {
             pages: vec![page; pages as usize],
             free_pages: (0..pages).rev().collect(),
-            free_buffers: (0..job.buffers.reads.len()).rev().collect(),
+            idle_buffers: job.buffers.idle(),
             open: None,
             requests: 0,
             next_write: 0,
@@ -251,7 +252,7 @@ impl Out {
         let slot = job.walk.next();
         let (buffer, extent) = match job.op {
             Op::Read => {
-                let buffer = self.free_buffers.pop()?;
+                let buffer = self.idle_buffers.pop_front()?;
                 (buffer, job.buffers.reads[buffer])
             }
             Op::Write => {
