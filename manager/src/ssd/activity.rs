@@ -137,11 +137,6 @@ impl ReadMeter {
         Self { limit: WriteLimit::new(activity.configured), activity, counters }
     }
 
-    /// Whether no write is out.
-    pub(crate) fn is_alone(&self) -> bool {
-        self.activity.quiet().is_some()
-    }
-
     /// A read begins; the kernel will hold `queue_bytes` of reads with it.
     pub(crate) fn begin(&self, queue_bytes: u64) -> ReadMark {
         self.activity.begin(queue_bytes)

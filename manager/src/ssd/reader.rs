@@ -26,15 +26,10 @@ pub(crate) const READ_DEPTH: u16 = 64;
 /// Images up to this length in neighbouring slots are read with one request.
 const COALESCE_IMAGE_BYTES_MAX: u32 = 128 << 10;
 
-/// Orders one by one until a queue of them is no more expected.
-const CROWD: u32 = 8;
-
 /// Turns read orders into chunks.
 pub(crate) struct Reader {
     flight: Flight<Reading>,
     depth: Depth,
-    /// Orders to come until pages count as ordered one by one.
-    crowd: u32,
     backlog: VecDeque<ReadOrder>,
     /// The small pages that are being sent.
     window: Window<ReadOrder>,
@@ -75,7 +70,6 @@ impl Reader {
         Self {
             flight: Flight::new(engine, Transfer::Read, counters.clone()).with_pulse(pulse.clone()),
             depth: Depth::new(READS_IN_KERNEL_BYTES_FEW, READS_IN_KERNEL_BYTES),
-            crowd: 0,
             pulse,
             backlog: VecDeque::new(),
             window: Window::new(),
@@ -94,13 +88,6 @@ impl Reader {
         self
     }
 
-    /// Bytes that the kernel may hold. All there is room for when nobody else waits or writes are in
-    /// the way, or a page would stand in the queue behind them with each of its parts.
-    fn limit(&self) -> u64 {
-        let waits = !self.backlog.is_empty() || !self.window.is_empty();
-        if waits && self.meter.is_alone() { self.depth.bytes() } else { READS_IN_KERNEL_BYTES }
-    }
-
     fn is_sound(&self, order: &ReadOrder) -> bool {
         let image = padded(order.image_bytes.into());
         let Slot { offset, bytes, .. } = order.slot;
@@ -117,7 +104,7 @@ impl Reader {
         let image = padded_image(&order);
         let bytes = CHUNK_IMAGE_BYTES_MAX.min(image - sent);
         if !self.flight.has_failed(page) {
-            if !self.flight.has_room(bytes, self.limit()) {
+            if !self.flight.has_room(bytes, self.depth.bytes()) {
                 return false;
             }
             let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
@@ -147,7 +134,7 @@ impl Reader {
         {
             let image = padded_image(&next);
             let total = chunk.image_bytes() + image;
-            if total > self.join_bytes || !self.flight.has_room(total, self.limit()) {
+            if total > self.join_bytes || !self.flight.has_room(total, self.depth.bytes()) {
                 break;
             }
             self.window.pop();
@@ -187,7 +174,6 @@ impl Duty for Reader {
     type Command = ReadOrder;
 
     fn accept(&mut self, order: ReadOrder) {
-        self.crowd = if self.is_idle() { self.crowd.saturating_sub(1) } else { CROWD };
         self.backlog.push_back(order);
     }
 
@@ -205,7 +191,7 @@ impl Duty for Reader {
                 continue;
             }
             if self.backlog.front().is_some_and(ReadOrder::is_probe) {
-                if !self.flight.has_room(0, self.limit()) {
+                if !self.flight.has_room(0, self.depth.bytes()) {
                     return;
                 }
                 if let Some(order) = self.backlog.pop_front() {
@@ -216,7 +202,7 @@ impl Duty for Reader {
             let small = |order| is_small(&order).then_some(order);
             self.window.refill(&mut self.backlog, small, |order| order.slot.offset);
             if let Some(order) = self.window.front() {
-                if !self.flight.has_room(padded_image(&order), self.limit()) {
+                if !self.flight.has_room(padded_image(&order), self.depth.bytes()) {
                     return;
                 }
                 self.window.pop();
@@ -258,10 +244,8 @@ impl Duty for Reader {
             let _ = self.results.send(ReadResult { order, fault });
         }
         let returned = self.flight.take_returned();
-        if returned > 0 && self.meter.is_alone() {
+        if returned > 0 {
             self.depth.ended(returned, self.flight.image_bytes(), Instant::now());
-        } else if returned > 0 {
-            self.depth.ran_out(0);
         }
         if measured {
             self.meter.show();
