@@ -25,8 +25,6 @@ pub const READS_IN_FLIGHT_MAX: u32 = 128;
 /// Bytes of SSD reads that the kernel has of one device, at least one page: enough for any drive, and
 /// what the kernel has cannot be taken back.
 pub const READS_IN_KERNEL_BYTES: u64 = 16 << 20;
-/// The same for a disk that is faster with few requests.
-pub const READS_IN_KERNEL_BYTES_FEW: u64 = 2 << 20;
 /// Bytes of reads in flight of one SSD device, at least one page: what the kernel has, and half as much that is
 /// being checked meanwhile (with no more than the kernel's 16 MiB, 1 MiB pages were read at 0.84 to
 /// 0.94 of a plain loop's speed, so at 0.96 and more).

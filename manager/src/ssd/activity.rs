@@ -5,11 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::counters::DeviceCounters;
-use super::depth::Depth;
 use super::limit::{RECENT_NS, ReadClass, ReadSample, WriteLimit};
 
-/// Write bytes in flight while nothing is read: as many as a plain loop needs for its best, and as few.
-const WITHOUT_READS_BYTES: [u64; 2] = [2 << 20, 32 << 20];
+/// Write bytes in flight while nothing is read, in bytes: as many as a plain loop needs for its best.
+const WITHOUT_READS_BYTES: u64 = 32 << 20;
 
 /// Shared by the reader and the writer of a device. Both ask rarely: a page, a turn.
 #[derive(Debug)]
@@ -29,8 +28,6 @@ pub(crate) struct ReadActivity {
 /// What the writer may do now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Allowance {
-    /// Nothing is read: have as many bytes in flight as are best.
-    Alone,
     /// Have this many bytes in flight.
     Bytes(u64),
     /// Send nothing for so long.
@@ -102,24 +99,24 @@ impl ReadActivity {
         self.writes_sent.fetch_add(sent, Ordering::Release);
     }
 
-    /// Write bytes to choose from while nothing is read.
-    pub(crate) fn depth_alone(&self) -> Depth {
-        let [few, many] = WITHOUT_READS_BYTES;
-        Depth::new(few, many.max(self.configured))
-    }
-
     /// What the writer may do now.
     pub(crate) fn allowance(&self) -> Allowance {
         let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
         let (last_read, pause_until) = (load(&self.last_read), load(&self.pause_until));
-        allowance(self.now_ns(), last_read, pause_until, load(&self.limit))
+        allowance(self.now_ns(), last_read, pause_until, load(&self.limit), self.configured)
     }
 }
 
-fn allowance(now_ns: u64, last_read: u64, pause_until_ns: u64, limit: u64) -> Allowance {
+fn allowance(
+    now_ns: u64,
+    last_read: u64,
+    pause_until_ns: u64,
+    limit: u64,
+    configured: u64,
+) -> Allowance {
     let reads = last_read != 0 && now_ns.saturating_sub(last_read - 1) < RECENT_NS;
     match pause_until_ns.saturating_sub(now_ns) {
-        _ if !reads => Allowance::Alone,
+        _ if !reads => Allowance::Bytes(configured.max(WITHOUT_READS_BYTES)),
         0 => Allowance::Bytes(limit),
         left => Allowance::Pause(Duration::from_nanos(left)),
     }
@@ -182,8 +179,8 @@ mod tests {
 
     #[test]
     fn the_decision_holds_for_a_second_after_the_last_read() {
-        let at = |now_ns, last_read, pause| allowance(now_ns, last_read, pause, MIB);
-        let free = Allowance::Alone;
+        let at = |now_ns, last_read, pause| allowance(now_ns, last_read, pause, MIB, 2 * MIB);
+        let free = Allowance::Bytes(WITHOUT_READS_BYTES);
         assert_eq!(at(500, 0, 0), free, "never read");
         assert_eq!(at(500, 1, 0), Allowance::Bytes(MIB));
         assert_eq!(at(RECENT_NS - 1, 1, 0), Allowance::Bytes(MIB));
@@ -191,9 +188,8 @@ mod tests {
         assert_eq!(at(0, 500, 0), Allowance::Bytes(MIB), "the clocks of two threads may differ");
         assert_eq!(at(500, 1, 600), Allowance::Pause(Duration::from_nanos(100)));
         assert_eq!(at(RECENT_NS, 1, RECENT_NS + 9), free, "nobody to pause for");
-        let many = WITHOUT_READS_BYTES[1];
-        assert_eq!(ReadActivity::new(MIB).depth_alone().bytes(), many);
-        assert_eq!(ReadActivity::new(2 * many).depth_alone().bytes(), 2 * many);
+        let configured = 2 * WITHOUT_READS_BYTES;
+        assert_eq!(allowance(0, 0, 0, MIB, configured), Allowance::Bytes(configured));
     }
 
     #[test]

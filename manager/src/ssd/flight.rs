@@ -31,7 +31,6 @@ pub(crate) struct Flight<C> {
     ended: VecDeque<(C, Option<IoFault>)>,
     image_bytes: u64,
     sent: u64,
-    returned: u64,
     /// When the chunks that are out went out, by their number.
     out: Vec<Option<u64>>,
     pulse: Option<Arc<Pulse>>,
@@ -64,7 +63,6 @@ impl<C> Flight<C> {
             ended: VecDeque::new(),
             image_bytes: 0,
             sent: 0,
-            returned: 0,
             out: Vec::new(),
             pulse: None,
             spare_vectors: Vec::new(),
@@ -105,11 +103,6 @@ impl<C> Flight<C> {
     /// Chunks that were sent since this was last asked.
     pub(crate) fn take_sent(&mut self) -> u64 {
         std::mem::take(&mut self.sent)
-    }
-
-    /// Image bytes that the kernel gave back since this was last asked.
-    pub(crate) fn take_returned(&mut self) -> u64 {
-        std::mem::take(&mut self.returned)
     }
 
     /// What was ordered for a page.
@@ -211,7 +204,6 @@ impl<C> Flight<C> {
         self.take_times(&done);
         for Done { chunk, result } in done.drain(..) {
             self.image_bytes -= u64::from(chunk.image_bytes());
-            self.returned += u64::from(chunk.image_bytes());
             self.settle(chunk, result);
         }
         self.done = done;

@@ -21,7 +21,6 @@ mod blocking;
 mod breaker;
 mod claim;
 mod counters;
-mod depth;
 mod device;
 mod engine;
 mod error;

@@ -4,11 +4,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use std::time::Instant;
 
 use super::activity::{ReadActivity, ReadMark, ReadMeter};
 use super::counters::DeviceCounters;
-use super::depth::Depth;
 use super::flight::{Flight, part_of};
 use super::format::padded;
 use super::io::{CHUNK_IMAGE_BYTES_MAX, Engine, Part, Transfer};
@@ -17,7 +15,7 @@ use super::pulse::Pulse;
 use super::verifier::ReadResult;
 use super::window::Window;
 use super::worker::Duty;
-use crate::core::limits::{READS_IN_KERNEL_BYTES, READS_IN_KERNEL_BYTES_FEW};
+use crate::core::limits::READS_IN_KERNEL_BYTES;
 use crate::core::{FOOTER_BYTES, RegionGeometry};
 use crate::core::{IoFault, Slot};
 
@@ -29,7 +27,6 @@ const COALESCE_IMAGE_BYTES_MAX: u32 = 128 << 10;
 /// Turns read orders into chunks.
 pub(crate) struct Reader {
     flight: Flight<Reading>,
-    depth: Depth,
     backlog: VecDeque<ReadOrder>,
     /// The small pages that are being sent.
     window: Window<ReadOrder>,
@@ -69,7 +66,6 @@ impl Reader {
     ) -> Self {
         Self {
             flight: Flight::new(engine, Transfer::Read, counters.clone()).with_pulse(pulse.clone()),
-            depth: Depth::new(READS_IN_KERNEL_BYTES_FEW, READS_IN_KERNEL_BYTES),
             pulse,
             backlog: VecDeque::new(),
             window: Window::new(),
@@ -104,7 +100,7 @@ impl Reader {
         let image = padded_image(&order);
         let bytes = CHUNK_IMAGE_BYTES_MAX.min(image - sent);
         if !self.flight.has_failed(page) {
-            if !self.flight.has_room(bytes, self.depth.bytes()) {
+            if !self.flight.has_room(bytes, READS_IN_KERNEL_BYTES) {
                 return false;
             }
             let mut chunk = self.flight.chunk(order.slot.offset + u64::from(sent));
@@ -134,7 +130,7 @@ impl Reader {
         {
             let image = padded_image(&next);
             let total = chunk.image_bytes() + image;
-            if total > self.join_bytes || !self.flight.has_room(total, self.depth.bytes()) {
+            if total > self.join_bytes || !self.flight.has_room(total, READS_IN_KERNEL_BYTES) {
                 break;
             }
             self.window.pop();
@@ -191,7 +187,7 @@ impl Duty for Reader {
                 continue;
             }
             if self.backlog.front().is_some_and(ReadOrder::is_probe) {
-                if !self.flight.has_room(0, self.depth.bytes()) {
+                if !self.flight.has_room(0, READS_IN_KERNEL_BYTES) {
                     return;
                 }
                 if let Some(order) = self.backlog.pop_front() {
@@ -202,7 +198,7 @@ impl Duty for Reader {
             let small = |order| is_small(&order).then_some(order);
             self.window.refill(&mut self.backlog, small, |order| order.slot.offset);
             if let Some(order) = self.window.front() {
-                if !self.flight.has_room(padded_image(&order), self.depth.bytes()) {
+                if !self.flight.has_room(padded_image(&order), READS_IN_KERNEL_BYTES) {
                     return;
                 }
                 self.window.pop();
@@ -212,10 +208,7 @@ impl Duty for Reader {
                     self.refuse(order, IoFault::Errno(libc::EINVAL));
                 }
             } else {
-                let Some(order) = self.backlog.pop_front() else {
-                    self.depth.ran_out(self.flight.image_bytes());
-                    return;
-                };
+                let Some(order) = self.backlog.pop_front() else { return };
                 if !self.is_sound(&order) {
                     self.refuse(order, IoFault::Errno(libc::EINVAL));
                     continue;
@@ -242,10 +235,6 @@ impl Duty for Reader {
             // Never blocks: there is room for every order that the tier lets out. Fails only when
             // the verifier is gone, and with it everyone who could want the result.
             let _ = self.results.send(ReadResult { order, fault });
-        }
-        let returned = self.flight.take_returned();
-        if returned > 0 {
-            self.depth.ended(returned, self.flight.image_bytes(), Instant::now());
         }
         if measured {
             self.meter.show();

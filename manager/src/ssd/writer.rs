@@ -3,14 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringbuf::HeapProd;
 use ringbuf::traits::Producer;
 
 use super::activity::{Allowance, ReadActivity};
 use super::counters::DeviceCounters;
-use super::depth::Depth;
 use super::flight::{Flight, part_of};
 use super::format::{Footer, padded};
 use super::halt::{Halt, Halted};
@@ -30,8 +29,6 @@ pub(crate) const WRITE_DEPTH: u16 = 64;
 /// Turns write orders into chunks, and keeps the superblock.
 pub(crate) struct Writer {
     flight: Flight<WriteOrder>,
-    /// While nothing is read.
-    depth: Depth,
     backlog: VecDeque<WriterCommand>,
     /// Where writes are on their way to the backlog whose images were not summed.
     summer: Summer,
@@ -79,7 +76,6 @@ impl Writer {
         Self {
             flight: Flight::new(engine, Transfer::Write, parts.counters.clone())
                 .with_pulse(parts.pulse.clone()),
-            depth: parts.activity.depth_alone(),
             backlog: VecDeque::new(),
             summer: parts.summer,
             window: Window::new(),
@@ -217,11 +213,6 @@ impl Writer {
         true
     }
 
-    fn send_within(&mut self, limit: u64) {
-        self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
-        self.send(limit);
-    }
-
     /// Sends as much as fits below `limit` bytes in flight. Leaves after one sync, since meanwhile
     /// nobody takes what the kernel gives back, which would look as if it kept that.
     fn send(&mut self, limit: u64) {
@@ -257,7 +248,6 @@ impl Writer {
                     self.keep(command);
                 }
                 None => {
-                    self.depth.ran_out(self.flight.image_bytes());
                     // Nothing better to do: what is not urgent goes out now, so that a crash loses
                     // little of it.
                     if self.metadata.is_dirty() && !self.resting && self.flight.is_idle() {
@@ -333,20 +323,6 @@ impl Writer {
         });
     }
 
-    /// What came back says how many bytes in the kernel are best, unless something is read.
-    fn learn(&mut self) {
-        let returned = self.flight.take_returned();
-        if returned == 0 {
-            return;
-        }
-        match self.activity.allowance() {
-            Allowance::Alone => {
-                self.depth.ended(returned, self.flight.image_bytes(), Instant::now());
-            }
-            _ => self.depth.ran_out(0),
-        }
-    }
-
     fn end_now(&mut self, end: SsdEnd) {
         self.end(end);
         (self.notify)();
@@ -386,8 +362,10 @@ impl Duty for Writer {
             self.refuse_writes();
         }
         match self.activity.allowance() {
-            Allowance::Alone => self.send_within(self.depth.bytes()),
-            Allowance::Bytes(limit) => self.send_within(limit),
+            Allowance::Bytes(limit) => {
+                self.counters.write_inflight_limit_bytes.store(limit, Ordering::Relaxed);
+                self.send(limit);
+            }
             Allowance::Pause(left) => self.pause = Some(left),
         }
         self.tell();
@@ -404,7 +382,6 @@ impl Duty for Writer {
     }
 
     fn deliver(&mut self) {
-        self.learn();
         let mut any = false;
         while let Some((order, fault)) = self.flight.take_ended() {
             self.counters.count_write(order.image.image_bytes, fault);
