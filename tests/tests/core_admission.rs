@@ -5,7 +5,7 @@ use orbitkv_manager::core::CoreConfig;
 use orbitkv_shm_protocol::ids::{LeaseId, OperationId};
 use orbitkv_shm_protocol::record::{Code, PageOutcome, QueryMode, RequestBody, Status, Tier};
 use orbitkv_tests::rig::{MILLISECOND, PAGE, Rig, Seat, generous};
-use orbitkv_tests::world::{chain, is_read, is_write, pages, spec};
+use orbitkv_tests::world::{Fate, chain, is_read, is_write, pages, spec};
 
 /// A pool of 64 pages of which `total` may be leased, `session` by one session.
 fn limited(total: u64, session: u64) -> Rig {
@@ -256,6 +256,30 @@ fn cancelled_preparations_return_their_budget() {
         rig.assert_at_rest();
         rig.world.evict_dram();
     }
+}
+
+/// Goal: the memory of a hint's reads stays counted while the device has them, though nobody waits for
+/// them any more. Method: a device that goes off with a hint's reads in flight.
+#[test]
+fn a_hint_of_which_nothing_comes_counts_until_its_reads_end() {
+    let mut rig = Rig::ssd(64, 64);
+    let chain = chain(1, 8);
+    rig.stored_on_ssd_only(&chain);
+    let Seat { session, scope, .. } = rig.seat;
+    let speculative = |rig: &Rig| rig.world.core.gauges().speculative_bytes;
+    let hint = rig.world.request(session, RequestBody::Prepare { scope }, &pages(&chain), 0);
+    assert_eq!(rig.world.ended(session, hint).completion.pages, 8);
+    rig.world.set_readable(0, false);
+    let reads = rig.in_flight(is_read);
+    assert!(reads > 1, "{reads} reads are in the device");
+    assert_eq!(rig.world.core.gauges().operations, 0, "the hint is over");
+    for left in (0..reads).rev() {
+        assert_eq!(speculative(&rig), (left + 1) as u64 * PAGE);
+        rig.world.finish(0, Fate::Good);
+        assert_eq!(speculative(&rig), left as u64 * PAGE);
+    }
+    rig.world.set_readable(0, true);
+    rig.assert_at_rest();
 }
 
 #[test]

@@ -52,6 +52,8 @@ pub(super) enum Work {
         bytes: u64,
         /// What it fills, when that is the page's no more: see [`Page::overtaken`].
         left: Option<Extent>,
+        /// Bytes of hints that are over but for this read.
+        hint_bytes: u64,
     },
     Write {
         page: PageId,
@@ -165,6 +167,25 @@ impl Flow {
         if let Some(left) = reads {
             *left = Some(extent);
         }
+    }
+
+    /// Leaves the bytes of a hint to the reads of its pages that have not ended, each page as often
+    /// as the hint holds it; returns how many bytes those are.
+    pub(super) fn leave_hint(
+        &mut self,
+        held: impl Iterator<Item = PageId> + Clone,
+        image_bytes: impl Fn(PageId) -> u64,
+    ) -> u64 {
+        let mut left_bytes = 0;
+        for (_, work) in &mut self.work {
+            if let Work::Read { page, hint_bytes, .. } = work {
+                let times = held.clone().filter(|held| held == page).count() as u64;
+                let bytes = times * image_bytes(*page);
+                *hint_bytes += bytes;
+                left_bytes += bytes;
+            }
+        }
+        left_bytes
     }
 
     /// Everything that was ordered and has not ended.
@@ -608,7 +629,7 @@ impl Core {
         found.reading = true;
         found.io += 1;
         let bytes = u64::from(extent.bytes);
-        let ticket = self.flow.start(Work::Read { page, slot, bytes, left: None });
+        let ticket = self.flow.start(Work::Read { page, slot, bytes, left: None, hint_bytes: 0 });
         self.flow.ssd.start_read(slot.device, bytes);
         out.list.push(Effect::Read { ticket, slot, extent, image_bytes, checksum });
         ReadStart::Waits
@@ -638,8 +659,11 @@ impl Core {
         fault: Option<IoFault>,
         out: &mut Effects,
     ) {
-        let Work::Read { page, slot, bytes, left } = self.flow.end(ticket) else { return };
+        let Work::Read { page, slot, bytes, left, hint_bytes } = self.flow.end(ticket) else {
+            return;
+        };
         self.flow.ssd.end_read(slot.device, bytes);
+        self.budget.give_hint(hint_bytes);
         self.flow.memory_moved = true;
         if let Some(extent) = left {
             return self.overtaken_read_ended(page, extent, bytes, fault, out);
@@ -736,7 +760,7 @@ impl Core {
 
     /// Says whether pages can be read from an SSD device. Who waits for one that ceases to read is
     /// told at once, or in the [`pump`](Self::pump) that follows; the reads themselves keep their
-    /// memory until they end.
+    /// memory, and the budget of the hints that ordered them, until they end.
     pub fn set_device_readable(
         &mut self,
         now: Nanos,

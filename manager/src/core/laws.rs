@@ -328,7 +328,7 @@ impl Core {
         for work in self.flow.under_way() {
             match work {
                 Work::Free | Work::Forget { .. } => {}
-                Work::Read { page, slot, bytes, left } => {
+                Work::Read { page, slot, bytes, left, .. } => {
                     let on = in_flight.entry(slot.device).or_default();
                     (on.reads, on.read_bytes) = (on.reads + 1, on.read_bytes + bytes);
                     let of = io.entry(*page).or_default();
@@ -444,6 +444,11 @@ impl Core {
                     of.1 += if keep { 0 } else { job.entries.len() as u64 * unit_bytes };
                 }
                 _ => {}
+            }
+        }
+        for work in self.flow.under_way() {
+            if let Work::Read { hint_bytes, .. } = work {
+                hints += hint_bytes;
             }
         }
         let (mut total, mut speculative) = (0, hints);

@@ -617,12 +617,27 @@ impl Core {
         }
     }
 
+    /// Leaves the bytes of what a hint ordered to the reads that have not ended: a device went off, or
+    /// a save was faster. Returns how many bytes that is.
+    fn leave_hint_to_reads(&mut self, reference: JobRef, ordered: u32) -> u64 {
+        let Self { jobs, pages, namespaces, flow, .. } = self;
+        let Some(job) = jobs.get(reference) else { return 0 };
+        let held = job.fill.iter().take(ordered as usize).map(|fill| fill.page);
+        if held.clone().any(|page| pages[page].reading || pages[page].overtaken) {
+            flow.leave_hint(held, |page| charge(namespaces.get(pages[page].namespace).image_bytes))
+        } else {
+            0
+        }
+    }
+
     /// Ends the fill of a query or hint: grants what is there, lets go of the rest.
     pub(super) fn finish_fill(&mut self, now: Nanos, reference: JobRef, out: &mut Effects) {
         let Some(job) = self.jobs.get_mut(reference) else { return };
-        let Stage::Fill { lease, cut, hint_bytes, .. } = job.stage else { return };
+        let Stage::Fill { lease, cut, hint_bytes, next_issue, .. } = job.stage else { return };
         let (operation, kind, stop) = (job.operation, job.kind, job.stop);
         let Some(lease) = lease else {
+            let left_bytes = self.leave_hint_to_reads(reference, next_issue);
+            let Some(job) = self.jobs.get_mut(reference) else { return };
             let pinned = std::mem::take(&mut job.pinned);
             let resident = pinned.iter().filter(|&&page| self.pages[page].is_resident()).count();
             let short = stop.is_some_and(|stop| stop.code != Code::IoError);
@@ -636,7 +651,7 @@ impl Core {
             if let Some(job) = self.jobs.get_mut(reference) {
                 job.pinned = pinned;
             }
-            self.budget.give_hint(hint_bytes);
+            self.budget.give_hint(hint_bytes - left_bytes);
             let ended = Completion::ok(operation, kind);
             self.end_job(now, reference, ended, out);
             return self.admit_waiting(now, out);

@@ -178,7 +178,11 @@ pub enum SsdError {
         count: usize,
     },
     /// A system call failed.
-    #[error("ssd file {path}: {operation}{} failed: {errno}", of_range(*offset, *bytes))]
+    #[error(
+        "ssd file {path}: {operation}{} failed: {errno}{}",
+        of_range(*offset, *bytes),
+        what_to_do(*errno)
+    )]
     Io {
         /// What was tried.
         operation: &'static str,
@@ -213,9 +217,49 @@ impl SsdError {
     }
 }
 
+/// To go behind what the kernel said of a file.
+fn what_to_do(errno: Errno) -> &'static str {
+    match errno {
+        Errno::NOENT => "; name a file that exists: that of a Manager's --ssd",
+        Errno::ROFS => {
+            "; its file system is mounted read-only: remount it for writing or choose another path"
+        }
+        Errno::ACCESS | Errno::PERM => {
+            "; this user may not: change owner or mode of the file and its folder, or choose \
+             another path"
+        }
+        Errno::IO => "; the disk fails: see the kernel's log, and choose another path",
+        errno => remedy(Some(errno)),
+    }
+}
+
 fn of_range(offset: u64, bytes: u64) -> String {
     match bytes {
         0 => String::new(),
         bytes => format!(" of {bytes} bytes at offset {offset}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_says_of_a_file_goes_with_its_path_and_what_to_do() {
+        let said = |errno| {
+            let path = PathBuf::from("/cache/tier");
+            SsdError::Io { operation: "open", path, offset: 0, bytes: 0, errno }.to_string()
+        };
+        for (errno, what_to_do) in [
+            (Errno::NOENT, "name a file that exists"),
+            (Errno::ROFS, "remount it for writing or choose another path"),
+            (Errno::ACCESS, "change owner or mode"),
+            (Errno::IO, "see the kernel's log"),
+            (Errno::MFILE, "ulimit -n"),
+        ] {
+            let message = said(errno);
+            assert!(message.starts_with("ssd file /cache/tier: open failed: "), "{message}");
+            assert!(message.contains(what_to_do) && message.lines().count() == 1, "{message}");
+        }
     }
 }

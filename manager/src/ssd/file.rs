@@ -1,8 +1,10 @@
 //! One SSD file: claimed, preallocated, read and written in whole blocks.
 
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -303,6 +305,12 @@ impl SsdFile {
             .map_err(|errno| io_error("statfs", &self.path, 0, 0, errno))?;
         refuse_memory(stat.f_type as u64, &self.path)?;
         if stat.f_type as u64 == OVERLAYFS {
+            // The layer that is written may be memory. In a container its folder is seldom seen.
+            if let Some(upper) = self.upper_folder()
+                && let Ok(stat) = rustix::fs::statfs(&upper)
+            {
+                refuse_memory(stat.f_type as u64, &self.path)?;
+            }
             tracing::warn!(
                 path = %self.path.display(),
                 "overlayfs costs up to a quarter of the bandwidth with small pages, and a \
@@ -310,6 +318,12 @@ impl SsdFile {
             );
         }
         Ok(())
+    }
+
+    /// The folder that has what is written to this file's overlay, as the kernel's table has it.
+    fn upper_folder(&self) -> Option<PathBuf> {
+        let mounts = std::fs::read("/proc/self/mountinfo").ok()?;
+        upper_folder_in(&mounts, self.file.metadata().ok()?.dev())
     }
 
     /// Locks the file, or says who has it. Waits only for a process that is dead already.
@@ -362,6 +376,42 @@ fn refuse_memory(file_system: u64, path: &Path) -> Result<(), SsdError> {
         _ => return Ok(()),
     };
     Err(SsdError::MemoryFileSystem { path: path.to_owned(), file_system })
+}
+
+/// The `upperdir` of the overlay with this device number in /proc/self/mountinfo.
+fn upper_folder_in(mounts: &[u8], device: u64) -> Option<PathBuf> {
+    let device = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    mounts.split(|byte| *byte == b'\n').find_map(|line| {
+        // "36 35 0:45 / /data rw,relatime shared:1 - overlay overlay rw,lowerdir=/a,upperdir=/b"
+        let mut words = line.split(|byte| *byte == b' ');
+        let of_device = words.nth(2)? == device.as_bytes();
+        let options = words.next_back().filter(|_| of_device)?;
+        let mut options = options.split(|byte| *byte == b',');
+        let upper = options.find_map(|option| option.strip_prefix(b"upperdir="))?;
+        Some(PathBuf::from(OsString::from_vec(unescaped(upper))))
+    })
+}
+
+/// Bytes of the kernel's table of mounts, where spaces and the like stand as "\\040".
+fn unescaped(mut bytes: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::new();
+    while let [first, rest @ ..] = bytes {
+        let octal = match bytes {
+            [b'\\', digits @ ..] => digits.get(..3).and_then(|digits| str::from_utf8(digits).ok()),
+            _ => None,
+        };
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                plain.push(byte);
+                bytes = &bytes[4..];
+            }
+            None => {
+                plain.push(*first);
+                bytes = rest;
+            }
+        }
+    }
+    plain
 }
 
 /// Whether a process has ended. One that /proc does not show at all has.
@@ -442,6 +492,19 @@ mod tests {
         assert_eq!(lock_holder_in("garbage", disk, 7), None);
         let twice = format!("{table}4: FLOCK  ADVISORY  WRITE 13 00:2a:77 0 EOF\n");
         assert_eq!(lock_holder_in(&twice, other, 77), holder(13, true));
+    }
+
+    #[test]
+    fn the_layer_that_an_overlay_writes_is_found_in_the_kernels_table() {
+        let mounts = b"22 1 254:0 / / rw - ext4 /dev/vda rw,upperdir=/no\n\
+            36 22 0:45 / /other rw,relatime - overlay overlay rw,upperdir=/other/up\n\
+            37 22 0:46 / /data rw shared:1 - overlay overlay rw,lowerdir=/a,upperdir=/with\\040a\\134,workdir=/w\n\
+            38 22 0:47 / /read ro - overlay overlay ro,lowerdir=/a:/b\n";
+        let upper = |minor| upper_folder_in(mounts, rustix::fs::makedev(0, minor));
+        assert_eq!(upper(45), Some(PathBuf::from("/other/up")));
+        assert_eq!(upper(46), Some(PathBuf::from("/with a\\")));
+        assert_eq!((upper(47), upper(4)), (None, None));
+        assert_eq!(upper_folder_in(b"garbage\n\n", 0), None);
     }
 
     #[test]
