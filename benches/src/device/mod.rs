@@ -4,6 +4,7 @@
 //! host memory or a GPU. A round of a shape does every operation, ours and raw in turn; what comes
 //! back is compared word by word, and one that differs ends the benchmark without a number.
 
+mod bars;
 mod busy;
 mod cuda;
 mod engine;
@@ -197,7 +198,12 @@ pub fn run(options: Options, progress: &mut dyn FnMut(u64)) -> Result<Report, Be
         rows.extend(beside.rows());
         object.insert("beside_busy".to_owned(), beside.to_json());
     }
-    let mut report = Report::new(rows, Vec::new(), cpus.len(), options.command, object);
+    let bars = match options.kind {
+        // Its raw copies are no floor of the machine.
+        Kind::Host => Vec::new(),
+        Kind::Cuda => bars::compare(&rows, results.delivery_p99()),
+    };
+    let mut report = Report::new(rows, bars, cpus.len(), options.command, object);
     report.setting = Some(format!("device {}", options.kind.label()));
     Ok(report)
 }

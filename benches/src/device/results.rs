@@ -96,6 +96,11 @@ impl Results {
         })
     }
 
+    /// 99th percentile of the delivery in ns; none before a restore.
+    pub(super) fn delivery_p99(&self) -> Option<f64> {
+        (!self.delivery_ns.is_empty()).then(|| p99(&self.delivery_ns))
+    }
+
     /// The same as rows; the raw method is part of a name.
     pub(super) fn rows(&self) -> Vec<Row> {
         let mut rows = Vec::new();
