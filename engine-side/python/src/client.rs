@@ -282,8 +282,9 @@ impl Client {
         })
     }
 
-    /// Whether every byte of a save or restore is in place: `True`, `False` once it has ended
-    /// without, `None` before that and for an operation that is too long ago or another client's.
+    /// Whether every byte of a restore is in place: `True`, `False` once it has ended without, `None`
+    /// before that, for any other kind, and for an operation that is too long ago or another
+    /// client's.
     fn is_done(&self, py: Python<'_>, operation: u64) -> PyResult<Option<bool>> {
         self.enter(py, |attached| {
             let operation = attached.operations.find(operation);

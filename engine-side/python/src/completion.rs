@@ -17,7 +17,8 @@ pub(crate) struct Completion {
     status: &'static str,
     /// Cause when the status is "partial" or "error", else "none".
     code: &'static str,
-    /// Save: stored. Query: hit. Restore: restored. Release: let go of. Prepare: begun to read.
+    /// Save: stored. Query: hit. Restore: restored. Prepare: begun to read.
+    /// Forget: forgotten.
     pages: u32,
     /// Query, restore: from DRAM.
     pages_dram: u32,
