@@ -67,12 +67,7 @@ fn raised<E: PyTypeInfo>(py: Python<'_>, words: String, reason: &'static str) ->
     with(py, error, "reason", reason)
 }
 
-fn with<'py>(
-    py: Python<'py>,
-    error: PyErr,
-    name: &str,
-    value: impl IntoPyObject<'py>,
-) -> PyErr {
+fn with<'py>(py: Python<'py>, error: PyErr, name: &str, value: impl IntoPyObject<'py>) -> PyErr {
     match error.value(py).setattr(name, value) {
         Ok(()) => error,
         Err(failed) => failed,

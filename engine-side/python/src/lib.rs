@@ -39,7 +39,10 @@ fn engine_id_random(py: Python<'_>) -> PyResult<Bound<'_, PyBytes>> {
 }
 
 /// What the bytes of `Client.results` index.
-fn names(labels: impl Iterator<Item = &'static str>, py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
+fn names(
+    labels: impl Iterator<Item = &'static str>,
+    py: Python<'_>,
+) -> PyResult<Bound<'_, PyTuple>> {
     PyTuple::new(py, labels.collect::<Vec<_>>())
 }
 

@@ -24,10 +24,10 @@ class Manager:
         self.socket = os.path.join(self._folder.name, "socket")
         self._process = None
 
-    def start(self):
-        command = [orbitkv.binary(), "serve", "--socket", self.socket, "--dram", "32MiB"]
+    def start(self, device="host", dram="32MiB"):
+        command = [orbitkv.binary(), "serve", "--socket", self.socket, "--device", device]
         self._process = subprocess.Popen(
-            [*command, "--device", "host"],
+            [*command, "--dram", dram],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

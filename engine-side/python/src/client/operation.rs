@@ -15,11 +15,7 @@ use crate::time;
 
 impl Attached {
     /// The number of what was staged.
-    fn staged(
-        &mut self,
-        py: Python<'_>,
-        staged: Result<Operation, SubmitError>,
-    ) -> PyResult<u64> {
+    fn staged(&mut self, py: Python<'_>, staged: Result<Operation, SubmitError>) -> PyResult<u64> {
         match staged {
             Ok(operation) => Ok(self.operations.note(operation)),
             Err(error) => Err(error::submit(py, error)),
@@ -68,7 +64,8 @@ fn chains_of<'a>(
     parents: &Hashes<'_>,
 ) -> PyResult<Vec<Chain<'a, Block>>> {
     if lengths.len() != parents.len() {
-        let words = format!("{} lengths and {} parents; give as many", lengths.len(), parents.len());
+        let words =
+            format!("{} lengths and {} parents; give as many", lengths.len(), parents.len());
         return Err(PyValueError::new_err(words));
     }
     let mut chains = Vec::with_capacity(lengths.len().min(blocks.len()));
@@ -94,8 +91,7 @@ fn mode_of(name: &str) -> PyResult<QueryMode> {
         "speculative" => Ok(QueryMode::Speculative),
         "candidate" => Ok(QueryMode::Candidate),
         _ => {
-            let words =
-                format!("mode {name:?}; give \"demand\", \"speculative\" or \"candidate\"");
+            let words = format!("mode {name:?}; give \"demand\", \"speculative\" or \"candidate\"");
             Err(PyValueError::new_err(words))
         }
     }

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
 use orbitkv_engine::cuda::CudaError;
-use orbitkv_engine::{Client as EngineClient, RegisterError, RegionLayout, Segment};
+use orbitkv_engine::{Client as EngineClient, RegionLayout, RegisterError, Segment};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -64,8 +64,8 @@ impl Client {
     /// region over it was unregistered or the Manager has exited; while a restore into it is
     /// outstanding nothing else reads or writes its pages, while a save is, nothing writes them.
     fn register_process(&self, py: Python<'_>, address: usize, bytes: usize) -> PyResult<Memory> {
-        let address = NonZero::new(address)
-            .ok_or_else(|| PyValueError::new_err("address 0 is no memory"))?;
+        let address =
+            NonZero::new(address).ok_or_else(|| PyValueError::new_err("address 0 is no memory"))?;
         self.ask(py, |client| {
             let start = NonNull::with_exposed_provenance(address);
             // SAFETY: the caller promises it, as the documentation of this method says.
