@@ -183,8 +183,8 @@ impl Client {
         self.bound.look().map_or(Results::NONE, |session| session.results(completion.operation.id))
     }
 
-    /// Reads the done word of a restore or save: `Some(true)` once every byte is in place,
-    /// `Some(false)` once it has ended without, `None` before that. One load from shared memory. Of a
+    /// Reads the done word of a restore: `Some(true)` once every byte is in place, `Some(false)` once
+    /// it has ended without, `None` before that and for every other kind. One load from shared memory. Of a
     /// restore by layer it is the first layer: ask for the last by
     /// [`is_layer_done`](Self::is_layer_done).
     ///

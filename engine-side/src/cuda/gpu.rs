@@ -68,6 +68,15 @@ impl Gpu {
         }
     }
 
+    /// The GPU that the device memory at `address` lies on.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDriver`]; [`CudaError::Driver`] for an address that no GPU has.
+    pub fn of_address(address: CUdeviceptr) -> Result<Self, CudaError> {
+        driver::start()?;
+        Self::retain(home(address)?)
+    }
+
     /// How many GPUs this process sees.
     ///
     /// # Errors
@@ -132,19 +141,11 @@ impl Gpu {
     /// [`CudaError::NotExportable`] for memory without a handle, such as PyTorch's expandable
     /// segments; [`CudaError::OutOfAllocation`]; [`CudaError::OtherGpu`]; [`CudaError::Driver`].
     pub fn export(&self, address: CUdeviceptr, bytes: u64) -> Result<MemorySpec, CudaError> {
+        let (base, allocation_bytes) = self.allocation(address)?;
         let _current = self.enter()?;
-        self.check_home(address)?;
-        let (mut base, mut size) = (0, 0);
-        // SAFETY: writes `base` and `size` only; an address of nobody is an error.
-        let found = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, address) };
-        if found != CUresult::CUDA_SUCCESS {
-            // The address is one of this GPU, as was found above.
-            return Err(CudaError::NotExportable { address, name: driver::name(found) });
-        }
         let mut handle = MaybeUninit::<sys::CUipcMemHandle>::uninit();
         // SAFETY: only writes `handle`.
         let exported = unsafe { sys::cuIpcGetMemHandle(handle.as_mut_ptr(), base) };
-        let allocation_bytes = size as u64;
         match exported {
             CUresult::CUDA_SUCCESS => {}
             CUresult::CUDA_ERROR_INVALID_VALUE | CUresult::CUDA_ERROR_NOT_SUPPORTED => {
@@ -168,27 +169,44 @@ impl Gpu {
         Ok(MemorySpec::Cuda { gpu: self.id(), handle, offset, bytes })
     }
 
-    fn check_home(&self, address: CUdeviceptr) -> Result<(), CudaError> {
-        let mut ordinal = 0_i32;
-        // SAFETY: this attribute is an int, which is what is written.
-        let read = unsafe {
-            sys::cuPointerGetAttribute(
-                (&raw mut ordinal).cast(),
-                CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-                address,
-            )
-        };
-        driver::check(
-            read,
-            "find the GPU of device memory",
-            "give the address of memory that cuMemAlloc made and that was not freed",
-        )?;
-        if ordinal == self.retained.device {
-            Ok(())
-        } else {
-            Err(CudaError::OtherGpu { address, gpu: self.id() })
+    /// First address and bytes of the allocation that the device memory at `address` is part of.
+    ///
+    /// # Errors
+    /// [`CudaError::OtherGpu`]; [`CudaError::NotExportable`] for memory that is no allocation;
+    /// [`CudaError::Driver`].
+    pub fn allocation(&self, address: CUdeviceptr) -> Result<(CUdeviceptr, u64), CudaError> {
+        let _current = self.enter()?;
+        if home(address)? != self.retained.device {
+            return Err(CudaError::OtherGpu { address, gpu: self.id() });
+        }
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: writes `base` and `size` only; an address of nobody is an error.
+        let found = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, address) };
+        match found {
+            CUresult::CUDA_SUCCESS => Ok((base, size as u64)),
+            // The address is one of this GPU, as was found above.
+            _ => Err(CudaError::NotExportable { address, name: driver::name(found) }),
         }
     }
+}
+
+/// The device that `address` lies on.
+fn home(address: CUdeviceptr) -> Result<CUdevice, CudaError> {
+    let mut ordinal = 0_i32;
+    // SAFETY: this attribute is an int, which is what is written.
+    let read = unsafe {
+        sys::cuPointerGetAttribute(
+            (&raw mut ordinal).cast(),
+            CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            address,
+        )
+    };
+    driver::check(
+        read,
+        "find the GPU of device memory",
+        "give the address of memory that cuMemAlloc made and that was not freed",
+    )?;
+    Ok(ordinal)
 }
 
 impl Drop for Retained {

@@ -1,0 +1,61 @@
+"""KV-cache offload for LLM inference engines on one node.
+
+`Client` attaches an engine to the Manager (`orbitkv serve`) of its host. Nothing here needs numpy,
+torch or an engine: hashes and page numbers are buffers of any kind.
+"""
+
+from ._binary import binary
+from ._native import (
+    CODES,
+    PAGE_OUTCOMES,
+    TIERS,
+    Client,
+    Completion,
+    ConnectError,
+    CudaError,
+    DoneWords,
+    Events,
+    Gone,
+    Gpu,
+    Lease,
+    Memory,
+    Namespace,
+    OrbitKVError,
+    Region,
+    RegisterError,
+    Scope,
+    SubmitError,
+    UsageError,
+    WouldBlock,
+    __version__,
+    engine_id_random,
+    socket_default_path,
+)
+
+__all__ = [
+    "CODES",
+    "PAGE_OUTCOMES",
+    "TIERS",
+    "Client",
+    "Completion",
+    "ConnectError",
+    "CudaError",
+    "DoneWords",
+    "Events",
+    "Gone",
+    "Gpu",
+    "Lease",
+    "Memory",
+    "Namespace",
+    "OrbitKVError",
+    "Region",
+    "RegisterError",
+    "Scope",
+    "SubmitError",
+    "UsageError",
+    "WouldBlock",
+    "__version__",
+    "binary",
+    "engine_id_random",
+    "socket_default_path",
+]
