@@ -145,6 +145,13 @@ class Link:
         self._attach_in_background()
         return False
 
+    def drain(self, timeout: float) -> None:
+        """Waits, at most `timeout` seconds, until nothing is outstanding."""
+        end = monotonic() + timeout
+        self.flush()
+        while self.outstanding and self.client is not None and monotonic() < end:
+            self.wait(0.05)
+
     def close(self) -> None:
         """Ends the session and every operation. The engine's memory may go away afterwards only if
         it had unregistered it or the process ends."""
