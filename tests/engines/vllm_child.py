@@ -1,0 +1,600 @@
+"""Scenarios inside one vLLM engine: `vllm_child.py SETUP FOLDER OUT`, in the engine's environment.
+
+Each scenario runs once with pages in the Manager's DRAM and once with them on SSD only. "Identical" always
+compares with tokens that the same engine computed without restoring anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+BLOCK = 32
+PAGE_BYTES = 3 * 2 * 2 * 64 * BLOCK * 4
+OUTPUT_TOKENS = 40
+PATIENCE = 1.0
+
+setup, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+IN_PROCESS = setup != "processes"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if IN_PROCESS else "1"
+
+import orbitkv  # noqa: E402
+from manager import Manager  # noqa: E402
+from model import make  # noqa: E402
+
+FINISHED_BY_ERROR = "error"
+
+
+def prompt_of(name: str, tokens: int) -> list[int]:
+    """Token ids that no other name begins with."""
+    random_ = random.Random(name)
+    return [random_.randrange(2, 512) for _ in range(tokens)]
+
+
+def restorable(tokens: int) -> int:
+    """Tokens of a prompt that a full hit restores: whole blocks, with a token left to compute."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+class Engine:
+    """One LLM and its Manager."""
+
+    def __init__(self, manager: Manager) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.config import KVTransferConfig
+
+        self.manager = manager
+        small = dict(num_gpu_blocks_override=40, max_num_batched_tokens=64) if setup == "small" else {}
+        extra = {"socket": manager.socket, "query_patience": PATIENCE}
+        if setup in ("ordered", "layers"):
+            extra["load"] = setup
+        transfer = KVTransferConfig(
+            kv_connector="OrbitKVConnector",
+            kv_connector_module_path="orbitkv.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+        self.llm = LLM(
+            model=str(make(folder / "model")),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            seed=0,
+            max_model_len=1024,
+            max_num_seqs=8,
+            enforce_eager=True,
+            block_size=BLOCK,
+            enable_prefix_caching=True,
+            kv_transfer_config=transfer,
+            disable_log_stats=True,
+            **small,
+        )
+        self.parameters = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
+        if IN_PROCESS:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.core = self.llm.llm_engine.engine_core.engine_core
+            self.scheduler = self.core.scheduler
+            self.connector = self.scheduler.connector
+            self.side = self.connector._scheduler
+            self.worker = get_kv_transfer_group()._worker
+            self.blocks = self.free_blocks()
+
+    # Work
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Greedy tokens; an empty list for a request that ended with an error."""
+        self.cached = 0
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], self.parameters, use_tqdm=False)
+        self.cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        self.reasons = [output.outputs[0].finish_reason for output in outputs]
+        return [
+            [] if output.outputs[0].finish_reason == FINISHED_BY_ERROR else list(output.outputs[0].token_ids)
+            for output in outputs
+        ]
+
+    def add(self, name: str, prompt: list[int]) -> None:
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, self.parameters)
+
+    def step(self) -> list[Any]:
+        return self.llm.llm_engine.step()
+
+    def settle(self, timeout: float = 30.0) -> None:
+        """Steps until neither requests nor saves are left."""
+        if not IN_PROCESS:
+            return
+        end = time.monotonic() + timeout
+        while self.scheduler.has_requests():
+            self.step()
+            if time.monotonic() > end:
+                raise RuntimeError("the engine did not come to rest")
+
+    def forget_local(self) -> None:
+        """Empties the engine's own prefix cache."""
+        self.settle()
+        end = time.monotonic() + 30
+        while not self.llm.reset_prefix_cache():
+            if time.monotonic() > end:
+                raise RuntimeError("blocks are still in use")
+            time.sleep(0.01)
+
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def restored_tokens(self) -> int:
+        """Since the start, as the worker counted them."""
+        return int(self.worker.counters.total["restored_pages"]) * BLOCK
+
+    @contextlib.contextmanager
+    def patched(self, target: Any, name: str, make_new: Callable[[Callable], Callable]) -> Iterator[None]:
+        """One method of one object, replaced for a while."""
+        old = getattr(target, name)
+        setattr(target, name, make_new(old))
+        try:
+            yield
+        finally:
+            setattr(target, name, old)
+
+    def all_back(self) -> str:
+        """What is wrong about blocks and leases at rest; empty if nothing is."""
+        self.settle()
+        if self.free_blocks() != self.blocks:
+            return f"{self.blocks - self.free_blocks()} blocks are not back"
+        leases = self.manager.inspect("leases")["leases"]
+        return f"{len(leases)} leases are left" if leases else ""
+
+
+class Scenario:
+    """One row in the making: its prompts, what the first run computed, what the second restored."""
+
+    def __init__(self, engine: Engine, name: str, tier: str):
+        self.engine = engine
+        self.name = f"{name}, {tier}"
+        self.tier = tier
+        self.problem = ""
+
+    def prompts(self, *lengths: int) -> list[list[int]]:
+        return [prompt_of(f"{setup} {self.name} {i}", length) for i, length in enumerate(lengths)]
+
+    def cold(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Computes and saves; leaves the pages in one tier only."""
+        before = self.restored()
+        tokens = self.engine.generate(prompts)
+        if self.restored(before):
+            self.problem = f"the first run restored {self.restored(before)} tokens"
+        self.leave()
+        return tokens
+
+    def leave(self) -> None:
+        self.engine.forget_local()
+        if self.tier == "ssd":
+            self.engine.manager.evict()
+
+    def restored(self, before: int = 0) -> int:
+        return self.engine.restored_tokens() - before if IN_PROCESS else self.engine.cached
+
+    def row(self, restored: int, expected: int, identical: bool) -> dict:
+        row = {"scenario": self.name, "restored_tokens": restored, "expected_tokens": expected, "identical": identical}
+        if self.problem:
+            row["problem"] = self.problem
+        return row
+
+    def again(self, prompts: list[list[int]], base: list[list[int]], expected: int) -> dict:
+        """The second run: its row. Bytes read from SSD must be those restored, where pages were there."""
+        read = self.engine.manager.counter("orbitkv_ssd_read_bytes_total")
+        before = self.restored() if IN_PROCESS else 0
+        tokens = self.engine.generate(prompts)
+        restored = self.restored(before)
+        self.engine.settle()
+        read = self.engine.manager.counter("orbitkv_ssd_read_bytes_total") - read
+        wanted = restored // BLOCK * PAGE_BYTES if self.tier == "ssd" else 0
+        if read != wanted:
+            self.problem = f"{read} bytes read from SSD, {wanted} restored from there"
+        return self.row(restored, expected, tokens == base)
+
+
+def fails(engine: Engine) -> Any:
+    """Every load fails: its lease ends between the query and the restore."""
+
+    def make_new(old: Callable) -> Callable:
+        def allocated(request: Any, blocks: Any, tokens: int) -> None:
+            loads = len(engine.side._loads)
+            old(request, blocks, tokens)
+            link = engine.side.link
+            for load in engine.side._loads[loads:]:
+                over: list = []
+                link.begin("release", orbitkv.Lease.from_bytes(load.lease), then=over.append)
+                while not over:
+                    link.wait(0.1)
+
+        return allocated
+
+    return engine.patched(engine.side, "allocated", make_new)
+
+
+# Scenarios: each gives one row
+
+
+def plain(name: str, *lengths: int) -> Callable[[Engine, str], dict]:
+    def scenario(engine: Engine, tier: str) -> dict:
+        it = Scenario(engine, name, tier)
+        prompts = it.prompts(*lengths)
+        base = it.cold(prompts)
+        return it.again(prompts, base, sum(restorable(length) for length in lengths))
+
+    return scenario
+
+
+def corrupted(engine: Engine, tier: str) -> dict:
+    """Proves that tokens depend on what is restored: each restored block is changed by one."""
+    it = Scenario(engine, "corrupted KV", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def make_new(old: Callable) -> Callable:
+        def restored(loading: Any, part: Any, fence: Any, end: Any) -> None:
+            for cache in runner.kv_caches:
+                for page in part.pages:
+                    cache[page] += 1
+            old(loading, part, fence, end)
+
+        return restored
+
+    with engine.patched(engine.worker, "_restored", make_new):
+        row = it.again(prompts, base, 192)
+    # What was computed from it was saved under the right names of the tokens that follow: nobody asks
+    # for these again.
+    return row
+
+
+def asked_again(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "answer comes in a later step", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    answers: list = []
+
+    def make_new(old: Callable) -> Callable:
+        def matched(request: Any, computed: int) -> Any:
+            answers.append(old(request, computed))
+            return answers[-1]
+
+        return matched
+
+    with engine.patched(engine.side, "matched_tokens", make_new), engine.patched(engine.side, "_spin", lambda _: lambda _: None):
+        row = it.again(prompts, base, 192)
+    if None not in answers:
+        row["problem"] = f"answers {answers}: none was postponed"
+    return row
+
+
+def load_fails_recompute(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "load fails, recompute", tier)
+    prompts = it.prompts(200, 150)
+    base = it.cold(prompts)
+    with fails(engine):
+        before = it.restored()
+        steps = engine.side.counters.total["queries"]
+        tokens = engine.generate(prompts)
+    if engine.side.counters.total["queries"] - steps > len(prompts):
+        it.problem = "a failed request was looked up again"
+    return it.row(it.restored(before), 0, tokens == base)
+
+
+def failed_load_poisons_nothing(engine: Engine, tier: str) -> dict:
+    """What a step computed from a failed load must not be in the store. The prompts go on behind the
+    pages that are loaded, so that the failing step computes full blocks."""
+    it = Scenario(engine, "nothing saved from a failed load", tier)
+    long = it.prompts(330, 330)
+    long[1][:200] = long[0][:200]
+    base_long = engine.generate(long)
+    it.engine.forget_local()
+    if not engine.connector.reset_cache():
+        it.problem = "the cache was not reset"
+    head = [long[0][:200]]
+    engine.generate(head)
+    it.leave()
+    with fails(engine):
+        tokens = engine.generate(long)
+    if tokens != base_long:
+        it.problem = "the run whose load failed gave other tokens"
+    it.leave()
+    return it.again(long, base_long, 2 * restorable(330))
+
+
+def load_fails_fail(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "load fails, request fails", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    engine.scheduler.recompute_kv_load_failures = False
+    try:
+        with fails(engine):
+            engine.generate(prompts)
+            reasons = engine.reasons
+    finally:
+        engine.scheduler.recompute_kv_load_failures = True
+    if reasons != [FINISHED_BY_ERROR]:
+        it.problem = f"the request ended by {reasons}"
+    # A query prepared the pages: they are in DRAM again.
+    it.leave()
+    return it.again(prompts, base, 192)
+
+
+def abort_during_load(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "abort during a load", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+
+    def make_new(old: Callable) -> Callable:
+        def allocated(request: Any, blocks: Any, tokens: int) -> None:
+            old(request, blocks, tokens)
+            if tokens:
+                engine.manager.pause()
+
+        return allocated
+
+    with engine.patched(engine.side, "allocated", make_new):
+        engine.add("aborted", prompts[0])
+        for _ in range(100_000):
+            engine.step()
+            if engine.worker._loading:
+                break
+        else:
+            it.problem = "the load never began"
+    for _ in range(5):
+        engine.step()
+    request_id = next(iter(engine.scheduler.requests))
+    engine.llm.llm_engine.abort_request([request_id if request_id == "aborted" else "aborted"])
+    if engine.scheduler.requests and not engine.scheduler.requests[request_id].is_finished():
+        engine.scheduler.finish_requests(request_id, _aborted())
+    for _ in range(5):
+        engine.step()
+    if engine.free_blocks() == engine.blocks:
+        it.problem = it.problem or "blocks were free while the load ran"
+    engine.manager.resume()
+    it.problem = it.problem or engine.all_back()
+    it.leave()
+    return it.again(prompts, base, 192)
+
+
+def _aborted() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
+def save_ends_late(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "save ends after its request", tier)
+    prompts = it.prompts(200)
+
+    def make_new(old: Callable) -> Callable:
+        def save(save: Any) -> None:
+            old(save)
+            engine.worker.link.flush()
+            engine.manager.pause()
+
+        return save
+
+    with engine.patched(engine.worker, "_save", make_new):
+        base = engine.generate(prompts)
+    if engine.free_blocks() == engine.blocks:
+        it.problem = "blocks were free while the save ran"
+    engine.manager.resume()
+    it.problem = it.problem or engine.all_back()
+    it.leave()
+    return it.again(prompts, base, 192)
+
+
+def random_aborts(engine: Engine, tier: str) -> dict:
+    """Requests that come, and are aborted at any moment: nothing is left, nothing is wrong."""
+    it = Scenario(engine, "200 requests, aborted at random", tier)
+    prompts = it.prompts(*range(40, 340, 30))
+    base = it.cold(prompts)
+    random_ = random.Random(it.name)
+    alive: list[str] = []
+    for i in range(200):
+        name = f"random-{tier}-{i}"
+        engine.add(name, random_.choice(prompts))
+        alive.append(name)
+        for _ in range(random_.randrange(4)):
+            engine.step()
+        if random_.random() < 0.7:
+            engine.llm.llm_engine.abort_request([alive.pop(random_.randrange(len(alive)))])
+        if random_.random() < 0.05:
+            engine.llm.reset_prefix_cache()
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.step()
+    it.problem = engine.all_back()
+    it.leave()
+    return it.again(prompts, base, sum(restorable(len(prompt)) for prompt in prompts))
+
+
+def local_and_restored(engine: Engine, tier: str) -> dict:
+    """A prefix that the engine still has is not restored again."""
+    it = Scenario(engine, "behind a local prefix", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    engine.generate([prompts[0][:70]])
+    if tier == "ssd":
+        engine.settle()
+        engine.manager.evict()
+    return it.again(prompts, base, 192 - 64)
+
+
+def forgotten(engine: Engine, tier: str) -> dict:
+    """After the cache is reset, as for new weights, nothing is restored; what is computed then is."""
+    it = Scenario(engine, "cache reset", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    if not engine.scheduler.reset_connector_cache():
+        it.problem = "the cache was not reset"
+    before = it.restored()
+    tokens = engine.generate(prompts)
+    if it.restored(before):
+        it.problem = f"{it.restored(before)} tokens restored after the reset"
+    it.leave()
+    row = it.again(prompts, base, 192)
+    row["identical"] = row["identical"] and tokens == base
+    return row
+
+
+def manager_killed(engine: Engine, tier: str) -> dict:
+    """SIGKILL in the middle of a batch, a new Manager, and the engine goes on with it by itself."""
+    it = Scenario(engine, "Manager killed and restarted", tier)
+    prompts = it.prompts(*range(100, 340, 30))
+    base = it.cold(prompts)
+    steps = 0
+
+    def make_new(old: Callable) -> Callable:
+        def allocated(request: Any, blocks: Any, tokens: int) -> None:
+            nonlocal steps
+            old(request, blocks, tokens)
+            steps += 1
+            if steps == 3:
+                engine.manager.kill()
+
+        return allocated
+
+    with engine.patched(engine.side, "allocated", make_new):
+        tokens = engine.generate(prompts)
+    during = engine.generate(it.prompts(90))
+    engine.manager.start()
+    await_attached(engine)
+    fresh = it.prompts(201, 120)
+    fresh_base = engine.generate(fresh)
+    it.problem = engine.all_back()
+    it.leave()
+    row = it.again(fresh, fresh_base, restorable(201) + restorable(120))
+    row["identical"] = row["identical"] and tokens == base and during == engine.generate(it.prompts(90))
+    return row
+
+
+def await_attached(engine: Engine, timeout: float = 30.0) -> None:
+    end = time.monotonic() + timeout
+    while not (engine.side.link.ready and engine.worker.link.ready):
+        engine.side.link.pump()
+        engine.worker.link.pump()
+        time.sleep(0.01)
+        if time.monotonic() > end:
+            raise RuntimeError("not attached again")
+
+
+def manager_hangs(engine: Engine, tier: str) -> dict:
+    """Alive, and silent: requests are served without it, and with it again when it goes on."""
+    it = Scenario(engine, "Manager hangs", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    engine.manager.pause()
+    before = it.restored()
+    tokens = engine.generate(prompts)
+    if it.restored(before):
+        it.problem = "restored from a Manager that hangs"
+    engine.manager.resume()
+    await_attached(engine)
+    it.problem = it.problem or engine.all_back()
+    it.leave()
+    row = it.again(prompts, base, 192)
+    row["identical"] = row["identical"] and tokens == base
+    return row
+
+
+def preempted(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "40 blocks, 8 requests", tier)
+    prompts = it.prompts(*range(130, 290, 20))
+    base = [tokens for prompt in prompts for tokens in engine.generate([prompt])]
+    it.leave()
+    preemptions = 0
+
+    def make_new(old: Callable) -> Callable:
+        def preempt(*arguments: Any, **options: Any) -> Any:
+            nonlocal preemptions
+            preemptions += 1
+            return old(*arguments, **options)
+
+        return preempt
+
+    with engine.patched(engine.scheduler, "_preempt_request", make_new):
+        first = engine.generate(prompts)
+        it.leave()
+        second = engine.generate(prompts)
+    if not preemptions:
+        it.problem = "nothing was preempted"
+    it.problem = it.problem or engine.all_back()
+    it.leave()
+    row = it.again(prompts[:3], base[:3], sum(restorable(len(prompt)) for prompt in prompts[:3]))
+    row["identical"] = row["identical"] and first == base and second == base
+    return row
+
+
+EIGHT = tuple(range(100, 364, 37))
+FIFTEEN = (200,) * 15
+PAGE_EDGES = (1, 31, 32, 33, 64, 65, 160, 161, 192, 193)
+
+SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
+    "whole": [
+        plain("async load", 200),
+        plain("15 requests", *FIFTEEN),
+        plain("8 requests of 100 to 359 tokens", *EIGHT),
+        plain("prompts at page edges", *PAGE_EDGES),
+        corrupted,
+        asked_again,
+        local_and_restored,
+        load_fails_recompute,
+        failed_load_poisons_nothing,
+        load_fails_fail,
+        abort_during_load,
+        save_ends_late,
+        random_aborts,
+        forgotten,
+        manager_hangs,
+        manager_killed,
+    ],
+    "small": [plain("chunked prefill of 64 tokens", 200), plain("chunked prefill, 3 requests", 200, 300, 170), preempted],
+    "ordered": [
+        plain("sync load", 200),
+        plain("sync load, 8 requests", *EIGHT),
+        corrupted,
+        load_fails_recompute,
+        failed_load_poisons_nothing,
+        load_fails_fail,
+        manager_killed,
+    ],
+    "layers": [
+        plain("layer by layer", 200),
+        plain("layer by layer, 8 requests", *EIGHT),
+        load_fails_recompute,
+        failed_load_poisons_nothing,
+        manager_killed,
+    ],
+    "processes": [plain("async load, three processes", 200), plain("15 requests, three processes", *FIFTEEN)],
+}
+
+
+def main() -> None:
+    manager = Manager(orbitkv.binary(), folder)
+    manager.start()
+    only = os.environ.get("ORBITKV_SCENARIO", "")
+    try:
+        engine = Engine(manager)
+        with out.open("a") as rows:
+            for scenario in SCENARIOS[setup]:
+                if only and only not in scenario.__name__:
+                    continue
+                for tier in ("dram", "ssd"):
+                    row = scenario(engine, tier)
+                    row["scenario"] = f"{setup}: {row['scenario']}" if not row["scenario"].startswith("corrupted") else f"{row['scenario']}, {setup}"
+                    rows.write(json.dumps(row) + "\n")
+                    rows.flush()
+        engine.llm.llm_engine.engine_core.shutdown()
+    finally:
+        manager.resume() if manager._process and manager._process.poll() is None else None
+        manager.stop()
+
+
+if __name__ == "__main__":
+    main()
