@@ -24,7 +24,8 @@ DRAIN = 2.0
 class Held:
     """What one session of a worker has registered."""
 
-    def __init__(self, client: Client, layouts: list[GroupLayout], namespaces: list[dict], uses_stream: bool):
+    def __init__(self, client: Client, layouts: list[GroupLayout], namespaces: list[dict], *, by_layer: bool, uses_stream: bool):
+        self._by_layer = by_layer
         self._client = client
         self._layouts = layouts
         self._namespaces = namespaces
@@ -57,7 +58,8 @@ class Held:
             for piece in layout.pieces:
                 storage = layout.storage_of(piece)
                 memory, offset = self._memories[storage.address]
-                segments.append((memory, offset + piece.address - storage.address, piece.stride, piece.length, piece.layer))
+                layer = piece.layer if self._by_layer else 0
+                segments.append((memory, offset + piece.address - storage.address, piece.stride, piece.length, layer))
             region = self._client.register_region(scope, layout.blocks, segments)
             self._regions[group, adapter] = region
         return region
@@ -143,14 +145,15 @@ class Worker:
             for index, name in enumerate(layout.layers):
                 self._layer_index[name] = index
         layers = max(len(layout.layers) for layout in layouts)
+        by_layer = self._options.load == "layers"
         uses_stream = on_gpu and self._options.wait == "stream" and not self._options.is_async
         self.link = Link(
             "worker",
             engine_id=self._engine_id,
             socket=self._options.socket,
-            register=lambda client: Held(client, layouts, namespaces, uses_stream),
+            register=lambda client: Held(client, layouts, namespaces, by_layer=by_layer, uses_stream=uses_stream),
             on_lost=self._lost,
-            done_words=layers if self._options.load == "layers" else 1,
+            done_words=layers if by_layer else 1,
         )
         self.link.start()
 
