@@ -43,6 +43,8 @@ class Engine:
 
     def __init__(self, manager: Manager, folder: Path, setup: str) -> None:
         self.setup = setup
+        #: Prompt tokens of the last batch that were not computed, as the engine tells.
+        self.cached = 0
         self.in_process = setup != "processes"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.in_process else "1"
 
@@ -92,7 +94,6 @@ class Engine:
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Greedy tokens; an empty list for a request that ended with an error."""
-        self.cached = 0
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], self.parameters, use_tqdm=False)
         self.cached = sum(output.num_cached_tokens or 0 for output in outputs)
         self.reasons = [output.outputs[0].finish_reason for output in outputs]
