@@ -241,6 +241,8 @@ class Link:
             self._check(client)
         if self._backlog:
             self._retry()
+        if self._staged:
+            self.flush()  # what was begun by those that were told
 
     def wait(self, timeout: float) -> None:
         """Like `pump`, but waits for the first end, at most `timeout` seconds, without the GIL."""

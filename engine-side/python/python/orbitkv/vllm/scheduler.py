@@ -24,7 +24,7 @@ PAGES_A_STEP = 8192
 PAGES_A_QUERY = 16_000
 #: Nanoseconds that a lease must have left when it is handed to the workers.
 LEASE_MARGIN_NS = 2_000_000_000
-#: Seconds for which unfinished saves keep an engine without requests stepping.
+#: Seconds for which unfinished operations keep an engine without requests stepping.
 LINGER = 5.0
 
 _ROOT = bytes(HASH)
@@ -154,7 +154,7 @@ class Scheduler:
         self._saves: dict[int, list[tuple]] = {}
         self._left: dict[int, int] = {}
         self._next_save = 1
-        self._last_save_at = 0.0
+        self._last_work_at = 0.0
         self._serial = 0
         self._unconfirmed: list[Unconfirmed] = []
         self._confirmed: list[Save] = []
@@ -336,10 +336,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed although no request is left: saves to hand out, or to hear of."""
+        """Whether steps are needed although no request is left: saves to hand out or to hear of, leases to
+        let go of."""
         if self._confirmed or self._unconfirmed:
             return True
-        return bool(self._left) and monotonic() - self._last_save_at < LINGER
+        is_open = self._left or (self.link is not None and self.link.outstanding)
+        return bool(is_open) and monotonic() - self._last_work_at < LINGER
 
     def forget_all(self) -> bool:
         """Makes every page of this engine unfindable, for all engines that share its namespaces. Whether the
@@ -444,6 +446,7 @@ class Scheduler:
         if lookup is None:
             return
         lookup.is_dropped = True
+        self._last_work_at = monotonic()
         if lookup.is_over:
             self._release(lookup)
         elif lookup.operation is not None:
@@ -519,7 +522,7 @@ class Scheduler:
         for adapter, save in saves.items():
             self._holds.hold(save.number, blocks[adapter])
             self._left[save.number] = self._workers
-            self._last_save_at = monotonic()
+            self._last_work_at = monotonic()
         return list(saves.values())
 
     def _add_chains(self, chains: Chains, tracked: Tracked, ids: list[int], first: int, end: int) -> list[int]:
