@@ -190,6 +190,8 @@ class Link:
         later `pump`, never from here. Without a credit it waits its turn. Visible to the Manager
         after `flush`."""
         operation = Operation(kind, then, arguments, options)
+        if self.client is not None and not self._operations and monotonic() >= self._check_at:
+            self._check(self.client)  # it may have died while nobody asked
         if self.client is None:
             self._stillborn.append((operation, Ended(None, kind, "gone", "away")))
             self._attention = True
