@@ -412,6 +412,92 @@ def preempted(engine: Engine, tier: str) -> dict:
     return row
 
 
+def owned_preparation(engine: Engine, tier: str) -> dict:
+    """Requests are prepared and leased while they queue; each prepared page is accounted for."""
+    it = Scenario(engine, "prepared while queued", tier)
+    prompts = it.prompts(*EIGHT)
+    base = it.cold(prompts)
+    before = dict(engine.side.counters.total)
+    with engine.options(prepare=True):
+        row = it.again(prompts, base, sum(restorable(length) for length in EIGHT))
+        it.leave()
+        for i, prompt in enumerate(prompts[:3]):
+            engine.add(f"prepared-{tier}-{i}", prompt)
+        engine.llm.llm_engine.abort_request([f"prepared-{tier}-{i}" for i in range(3)])
+        left = engine.all_back()
+    counts = {
+        name: int(engine.side.counters.total[f"prepared_{name}pages"] - before[f"prepared_{name}pages"])
+        for name in ("", "restored_", "unused_")
+    }
+    pending = engine.side.prepared.pending
+    unused = sum(restorable(length) for length in EIGHT[:3]) // BLOCK
+    if counts[""] != counts["restored_"] + counts["unused_"] + pending or pending or counts["restored_"] * BLOCK != row["expected_tokens"]:
+        left = left or f"prepared {counts}, {pending} pending"
+    if counts["unused_"] != unused:
+        left = left or f"{counts['unused_']} prepared pages unused, {unused} expected"
+    if left:
+        row["problem"] = left
+    return row
+
+
+def queued_warming(engine: Engine, tier: str) -> dict:
+    it = Scenario(engine, "warmed while queued", tier)
+    prompts = it.prompts(*EIGHT)
+    base = it.cold(prompts)
+    with engine.options(queued_warming=True):
+        return it.again(prompts, base, sum(restorable(length) for length in EIGHT))
+
+
+def stop_policy(stop: str, stop_ms: int) -> Callable[[Engine, str], dict]:
+    """Takes what has come when it stops waiting; exactly that is restored."""
+
+    def scenario(engine: Engine, tier: str) -> dict:
+        it = Scenario(engine, f"stop policy {stop}", tier)
+        prompts = it.prompts(200, 300)
+        base = it.cold(prompts)
+        hits = engine.side.counters.total
+        before = hits["hit_pages_dram"] + hits["hit_pages_ssd"]
+        restored = it.restored()
+        with engine.options(stop=stop, stop_ms=stop_ms):
+            tokens = engine.generate(prompts)
+        expected = int(hits["hit_pages_dram"] + hits["hit_pages_ssd"] - before) * BLOCK
+        if tier == "dram" and expected != restorable(200) + restorable(300):
+            it.problem = f"{expected} tokens hit in DRAM"
+        return it.row(it.restored(restored), expected, tokens == base)
+
+    return scenario
+
+
+def kept(engine: Engine, tier: str) -> dict:
+    """The first of three engines over one SSD file."""
+    it = Scenario(engine, "first of three engines", tier)
+    base = it.cold(KEPT)
+    it.leave()
+    (engine.folder / "tokens.json").write_text(json.dumps(base))
+    return it.again(KEPT, base, sum(restorable(len(prompt)) for prompt in KEPT))
+
+
+def stranger(engine: Engine, tier: str) -> dict:
+    """Other weights under the same path: nothing of the first engine is theirs."""
+    it = Scenario(engine, "other weights, same path", tier)
+    base = it.cold(KEPT)
+    if base == json.loads((engine.folder / "tokens.json").read_text()):
+        it.problem = "other weights give the same tokens"
+    return it.again(KEPT, base, sum(restorable(len(prompt)) for prompt in KEPT))
+
+
+def found_again(engine: Engine, tier: str) -> dict:
+    """A new engine and a new Manager find what the first ones left on SSD."""
+    it = Scenario(engine, "found by a new engine", tier)
+    it.leave()
+    before = it.restored()
+    tokens = engine.generate(KEPT)
+    expected = sum(restorable(len(prompt)) for prompt in KEPT)
+    base = json.loads((engine.folder / "tokens.json").read_text())
+    return it.row(it.restored(before), expected, tokens == base)
+
+
+KEPT = [prompt_of("kept", 200), prompt_of("kept too", 150)]
 EIGHT = tuple(range(100, 364, 37))
 FIFTEEN = (200,) * 15
 PAGE_EDGES = (1, 31, 32, 33, 64, 65, 160, 161, 192, 193)
@@ -432,6 +518,11 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         save_ends_late,
         random_aborts,
         forgotten,
+        owned_preparation,
+        queued_warming,
+        stop_policy("wait_all", 0),
+        stop_policy("deadline", 50),
+        stop_policy("best_effort", 0),
         manager_hangs,
         manager_killed,
     ],
@@ -452,6 +543,9 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         failed_load_poisons_nothing,
         manager_killed,
     ],
+    "first": [kept],
+    "stranger": [stranger],
+    "again": [found_again],
     "processes": [plain("async load, three processes", 200), plain("15 requests, three processes", *FIFTEEN)],
 }
 
@@ -467,7 +561,7 @@ def main() -> None:
             for scenario in SCENARIOS[setup]:
                 if only not in scenario.__name__:
                     continue
-                for tier in ("dram", "ssd"):
+                for tier in ("ssd",) if setup in ("first", "stranger", "again") else ("dram", "ssd"):
                     row = scenario(engine, tier)
                     rows.write(json.dumps(row) + "\n")
                     rows.flush()

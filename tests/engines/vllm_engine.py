@@ -12,7 +12,9 @@ from manager import folder_for
 
 HERE = Path(__file__).resolve().parent
 #: One process start each: how the engine is set up. See `vllm_child`.
-SETUPS = ("whole", "small", "ordered", "layers", "processes")
+SETUPS = ("whole", "small", "ordered", "layers", "processes", "first", "stranger", "again")
+#: Setups that leave their SSD file to the next.
+SHARED = {"first": "kept", "stranger": "kept", "again": "kept"}
 SETUP_SECONDS = 1500
 
 
@@ -49,8 +51,8 @@ def rows(environment: Environment, recipe: Recipe) -> Iterator[dict]:
     version = recipe.name.split("-", 1)[1]
     with tempfile.TemporaryDirectory(prefix="orbitkv-vllm-", dir="/var/tmp") as base:
         for setup in SETUPS:
-            folder = folder_for(f"{base}/{setup}")
-            out, log = folder / "rows.jsonl", folder / "engine.log"
+            folder = folder_for(f"{base}/{SHARED.get(setup, setup)}")
+            out, log = folder / f"rows-{setup}.jsonl", folder / f"engine-{setup}.log"
             status = environment.run(HERE / "vllm_child.py", [setup, str(folder), str(out)], log, SETUP_SECONDS)
             for text in out.read_text().splitlines() if out.exists() else ():
                 yield {"engine": "vllm", "version": version, **json.loads(text)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import time
@@ -36,15 +37,17 @@ def restorable(tokens: int) -> int:
 class Engine:
     """One LLM and its Manager. `setup` says how it is set up:
 
-    whole      restores while the request is parked
+    whole      restores while the request is parked; the same: first, again
     small      the same, with 40 blocks and prefills of 64 tokens
     ordered    the step waits for the restore
     layers     each layer waits for its own bytes
     processes  scheduler and worker in processes of their own
+    stranger   as "whole", with other weights under the same path
     """
 
     def __init__(self, manager: Manager, folder: Path, setup: str) -> None:
         self.setup = setup
+        self.folder = folder
         #: Prompt tokens of the last batch that were not computed, as the engine tells.
         self.cached = 0
         self.in_process = setup != "processes"
@@ -66,7 +69,7 @@ class Engine:
             kv_connector_extra_config=extra,
         )
         self.llm = LLM(
-            model=str(make(folder / "model")),
+            model=str(make(folder / "model", seed=8 if setup == "stranger" else 7)),
             skip_tokenizer_init=True,
             dtype="float32",
             seed=0,
@@ -146,6 +149,16 @@ class Engine:
             yield
         finally:
             setattr(target, name, old)
+
+    @contextlib.contextmanager
+    def options(self, **changes: Any) -> Iterator[None]:
+        """Other options of the scheduler's side for a while."""
+        old = self.side._options
+        self.side._options = dataclasses.replace(old, **changes)
+        try:
+            yield
+        finally:
+            self.side._options = old
 
     def all_back(self) -> str:
         """What is wrong about blocks and leases at rest; empty if nothing is."""

@@ -122,8 +122,9 @@ class Link:
         self._backlog: deque[Operation] = deque()
         #: Ends that wait for the next pump: refused, or lost with a session.
         self._stillborn: list[tuple[Operation, Ended]] = []
-        #: Lost sessions whose copies may still run, with the operations that wait for their end.
-        self._lingering: list[tuple[Client, list[Operation]]] = []
+        #: Lost sessions whose copies may still run: what they had registered, and the operations that
+        #: wait for the end of the copies.
+        self._lingering: list[tuple[Client, Any, list[Operation]]] = []
         self._gone: list[Operation] = []
         self._fresh: Optional[tuple[Client, Any]] = None
         #: Something besides the ring wants to be looked at by the next pump.
@@ -158,7 +159,7 @@ class Link:
         self._closed.set()
         if self._attacher is not None:
             self._attacher.join()
-        client, self.client, self.held, self.ready = self.client, None, None, False
+        client, held, self.client, self.held, self.ready = self.client, self.held, None, None, False
         if self._fresh is not None:
             self._fresh[0].close()
             self._fresh = None
@@ -169,20 +170,21 @@ class Link:
         for operation, end in self._stillborn:
             operation.end(end)
         self._stillborn.clear()
-        for lost, operations in self._lingering:
+        for lost, _, operations in self._lingering:
             for operation in operations:
                 operation.end(Ended(operation.number, operation.kind, "gone", "closed"))
             lost.close()
         self._lingering.clear()
         if client is not None:
             client.close()
+        del held  # outlives the client
 
     # Work
 
     @property
     def outstanding(self) -> int:
         """Operations begun and not ended."""
-        lingering = sum(len(operations) for _, operations in self._lingering)
+        lingering = sum(len(operations) for _, _, operations in self._lingering)
         return len(self._operations) + len(self._backlog) + len(self._stillborn) + lingering
 
     def begin(self, kind: str, *arguments: Any, then: Callable[[End], None], **options: Any) -> Operation:
@@ -334,7 +336,7 @@ class Link:
 
     def _lose(self, gone: Gone) -> None:
         """The session is over and the client has returned every operation."""
-        client, self.client, self.held, self.ready = self.client, None, None, False
+        client, held, self.client, self.held, self.ready = self.client, self.held, None, None, False
         self._is_silent = False
         self._staged = False
         self.losses += 1
@@ -349,7 +351,7 @@ class Link:
             else:
                 operation.end(Ended(operation.number, operation.kind, "gone", "gone"))
         if copying:
-            self._lingering.append((client, copying))
+            self._lingering.append((client, held, copying))
             self._attention = True
         else:
             client.close()
@@ -375,13 +377,13 @@ class Link:
             return
         self._check_at = monotonic() + CHECK_EVERY
         still = []
-        for client, operations in self._lingering:
+        for client, held, operations in self._lingering:
             if client.has_manager_exited():
                 for operation in operations:
                     operation.end(Ended(operation.number, operation.kind, "gone", "gone"))
                 client.close()
             else:
-                still.append((client, operations))
+                still.append((client, held, operations))
                 self._attention = True
         self._lingering = still
 

@@ -158,7 +158,6 @@ class Scheduler:
         self._serial = 0
         self._unconfirmed: list[Unconfirmed] = []
         self._confirmed: list[Save] = []
-        self._deadline = query_deadline(options)
 
     # Start
 
@@ -411,7 +410,7 @@ class Scheduler:
             self._hashes(tracked, first, first + pages),
             parent=self._parent(tracked, first),
             mode="speculative" if is_owned else "demand",
-            deadline=None if is_owned else self._deadline,
+            deadline=None if is_owned else query_deadline(self._options),
             then=lambda end: self._answered(lookup, end),
         )
         return lookup
