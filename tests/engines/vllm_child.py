@@ -10,7 +10,9 @@ import os
 import random
 import sys
 import time
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import orbitkv
@@ -168,6 +170,7 @@ def load_fails_recompute(engine: Engine, tier: str) -> dict:
         tokens = engine.generate(prompts)
     if engine.side.counters.total["queries"] - steps > len(prompts):
         it.problem = "a failed request was looked up again"
+    it.problem = it.problem or engine.all_back()
     return it.row(it.restored(before), 0, tokens == base)
 
 
@@ -267,6 +270,31 @@ def save_ends_late(engine: Engine, tier: str) -> dict:
     return it.again(prompts, base, 192)
 
 
+def chained_saves(engine: Engine, tier: str) -> dict:
+    """The saves of a prompt's chunks are all under way at once: none is refused for want of a parent."""
+    it = Scenario(engine, "saves one behind the other", tier)
+    prompts = it.prompts(270)
+    refused = engine.worker.counters.total["refused_pages"]
+
+    def make_new(old: Callable) -> Callable:
+        def save(save: Any) -> None:
+            old(save)
+            engine.worker.link.flush()
+            engine.manager.pause()
+
+        return save
+
+    with engine.patched(engine.worker, "_save", make_new):
+        base = engine.generate(prompts)
+    engine.manager.resume()
+    it.problem = engine.all_back()
+    refused = engine.worker.counters.total["refused_pages"] - refused
+    if refused:
+        it.problem = it.problem or f"{refused:.0f} pages were refused"
+    it.leave()
+    return it.again(prompts, base, restorable(270))
+
+
 def random_aborts(engine: Engine, tier: str) -> dict:
     """Requests that come, and are aborted at any moment: nothing is left, nothing is wrong."""
     it = Scenario(engine, "200 requests, aborted at random", tier)
@@ -297,8 +325,8 @@ def local_and_restored(engine: Engine, tier: str) -> dict:
     prompts = it.prompts(200)
     base = it.cold(prompts)
     engine.generate([prompts[0][:70]])
+    it.problem = engine.all_back()
     if tier == "ssd":
-        engine.settle()
         engine.manager.evict()
     return it.again(prompts, base, 192 - 64)
 
@@ -497,6 +525,52 @@ def found_again(engine: Engine, tier: str) -> dict:
     return it.row(it.restored(before), expected, tokens == base)
 
 
+def adapters(engine: Engine, tier: str) -> dict:
+    """ENG-01: the same block hashes under the base model, two adapters, and one of them with new weights
+    under its old name. Requests and adapters are stand-ins, the rest is real: nothing crosses over, and
+    each finds its own."""
+    from orbitkv.vllm.metadata import Chains, Save
+
+    it = Scenario(engine, "adapters", tier)
+    it.cold(it.prompts(200))
+    folder = engine.folder / f"adapters-{tier}"
+    hashes = [bytes([i, 7]) * 16 for i in range(6)]
+
+    def adapter(name: str, weights: bytes) -> SimpleNamespace:
+        path = folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "adapter_model.safetensors").write_bytes(weights)
+        return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(path))
+
+    def hit(lora: Any) -> int:
+        name = f"adapters-{tier}-{random.random()}"
+        request = SimpleNamespace(request_id=name, num_tokens=200, block_hashes=hashes, lora_request=lora)
+        end = time.monotonic() + 10
+        while (tokens := engine.side.matched_tokens(request, 0)) is None and time.monotonic() < end:
+            time.sleep(0.001)
+        engine.side.finished(name)
+        return tokens or 0
+
+    def save(lora: Any, number: int) -> None:
+        chains = Chains(0, bytearray(b"".join(hashes)), array("I", range(1, 7)), array("I", [6]), bytearray(32))
+        engine.worker._save(Save(number, engine.side._adapters.identity(lora), [chains]))
+        engine.worker.link.drain(10)
+
+    everyone = [None, adapter("a", b"one" * 1000), adapter("b", b"two" * 1000)]
+    crossed, own = [], 0
+    for number, lora in enumerate(everyone):
+        crossed.append(hit(lora))
+        save(lora, -1 - number)
+        it.leave()
+        own += hit(lora)
+    adapter("a", b"new" * 1000)
+    crossed.append(hit(everyone[1]))
+    row = it.row(own, 3 * restorable(200), not any(crossed))
+    if any(crossed):
+        row["problem"] = f"foreign hits: {crossed}"
+    return row
+
+
 KEPT = [prompt_of("kept", 200), prompt_of("kept too", 150)]
 EIGHT = tuple(range(100, 364, 37))
 FIFTEEN = (200,) * 15
@@ -523,14 +597,16 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         stop_policy("wait_all", 0),
         stop_policy("deadline", 50),
         stop_policy("best_effort", 0),
+        adapters,
         manager_hangs,
         manager_killed,
     ],
-    "small": [plain("chunked prefill of 64 tokens", 200), plain("chunked prefill, 3 requests", 200, 300, 170), preempted],
+    "small": [plain("chunked prefill of 64 tokens", 200), plain("chunked prefill, 3 requests", 200, 300, 170), chained_saves, preempted],
     "ordered": [
         plain("sync load", 200),
         plain("sync load, 8 requests", *EIGHT),
         corrupted,
+        local_and_restored,
         load_fails_recompute,
         failed_load_poisons_nothing,
         load_fails_fail,

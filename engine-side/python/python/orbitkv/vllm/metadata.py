@@ -12,6 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
+#: Bytes of a block hash.
+HASH = 32
+
+
 @dataclass(slots=True)
 class Part:
     """Pages of one group: of a load, those of a lease from `offset` on."""

@@ -10,14 +10,12 @@ from orbitkv import Client, Lease, Namespace, OrbitKVError, Scope
 from orbitkv.link import End, Link, Operation
 from orbitkv.vllm.events import StoredEvents
 from orbitkv.vllm.holds import Holds
-from orbitkv.vllm.metadata import NOTHING, Chains, Load, Part, Save, StepMetadata, WorkerMetadata
+from orbitkv.vllm.metadata import HASH, NOTHING, Chains, Load, Part, Save, StepMetadata, WorkerMetadata
 from orbitkv.vllm.namespace import Adapters
 from orbitkv.vllm.options import Options
 from orbitkv.vllm.policy import Prepared, query_deadline
 from orbitkv.vllm.stats import Counters
 
-#: Bytes of a block hash.
-HASH = 32
 #: Most pages that one step offers; the rest waits for the next.
 PAGES_A_STEP = 8192
 #: Most pages of one query.
@@ -97,7 +95,7 @@ class Lookup:
 class Tracked:
     """One request as the connector knows it."""
 
-    __slots__ = ("request", "adapter", "lookup", "start", "is_barred", "blocks", "offered", "lease", "tiers")
+    __slots__ = ("request", "adapter", "lookup", "start", "is_barred", "blocks", "offered", "tiers")
 
     def __init__(self, request: Any, adapter: str):
         self.request = request
@@ -111,19 +109,30 @@ class Tracked:
         self.blocks: list[list[int]] = []
         #: Pages from the start that need not be offered any more.
         self.offered = 0
-        #: Lease of the load under way, with pages that no restore names.
-        self.lease: Optional[Lease] = None
         #: Pages of the last load from DRAM and from SSD.
         self.tiers = (0, 0)
 
 
+class LeaseInUse:
+    """The lease of a load under way. It ends by itself when restores have named all of its pages."""
+
+    __slots__ = ("lease", "session", "is_whole")
+
+    def __init__(self, lease: Lease, session: int, is_whole: bool):
+        self.lease = lease
+        self.session = session
+        self.is_whole = is_whole
+
+
 class Unconfirmed:
-    """Saves of one step whose loads are not known to be good yet."""
+    """One step whose loads are not known to be good yet."""
 
-    __slots__ = ("serial", "saves", "marks")
+    __slots__ = ("serial", "loads", "saves", "marks")
 
-    def __init__(self, serial: int, saves: list[Save], marks: list[tuple[Tracked, int]]):
+    def __init__(self, serial: int, loads: list[str], saves: list[Save], marks: list[tuple[Tracked, int]]):
         self.serial = serial
+        #: Requests that it loads for.
+        self.loads = loads
         self.saves = saves
         #: Requests, and what was offered of each before.
         self.marks = marks
@@ -151,11 +160,12 @@ class Scheduler:
         self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._saves: dict[int, list[tuple]] = {}
+        self._in_use: dict[str, LeaseInUse] = {}
         self._left: dict[int, int] = {}
         self._next_save = 1
         self._last_work_at = 0.0
         self._serial = 0
+        #: Where the workers wait for loads in the step itself: steps, and saves of good ones.
         self._unconfirmed: list[Unconfirmed] = []
         self._confirmed: list[Save] = []
 
@@ -265,7 +275,7 @@ class Scheduler:
             lookup.is_owned = False
         ssd = min(lookup.ssd, pages)
         tracked.tiers = (pages - ssd, ssd)
-        tracked.lease = None if is_whole else lookup.lease
+        self._in_use[request.request_id] = LeaseInUse(lookup.lease, lookup.session, is_whole)
         tracked.lookup = None
         tracked.offered = end
 
@@ -307,7 +317,8 @@ class Scheduler:
                 return NOTHING
             self._serial += 1
             if output.num_scheduled_tokens:
-                self._unconfirmed.append(Unconfirmed(self._serial, saves, marks))
+                loads = [load.request_id for load in self._loads]
+                self._unconfirmed.append(Unconfirmed(self._serial, loads, saves, marks))
             metadata = StepMetadata(self._serial, self._loads, [], self._confirmed)
             self._confirmed = []
         self._loads = []
@@ -315,8 +326,9 @@ class Scheduler:
 
     def step_done(self, report: Optional[WorkerMetadata], received: Iterable[str]) -> None:
         """All workers are through with a step."""
+        failed = report.failed if report is not None else ()
         for request_id in received:
-            self._load_ended(request_id)
+            self._load_ended(request_id, request_id in failed)
         if report is None:
             return
         for request_id in report.failed:
@@ -458,12 +470,13 @@ class Scheduler:
         if lease is not None and lookup.session == self.link.sessions and self.link.client is not None:
             self.link.begin("release", lease, then=_ignore)
 
-    def _load_ended(self, request_id: str) -> None:
-        tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.lease is not None:
-            if self.link.client is not None:
-                self.link.begin("release", tracked.lease, then=_ignore)
-            tracked.lease = None
+    def _load_ended(self, request_id: str, has_failed: bool) -> None:
+        """All workers are through with a load: what they did not name of its lease is let go of."""
+        used = self._in_use.pop(request_id, None)
+        if used is None or (used.is_whole and not has_failed):
+            return
+        if self.link.client is not None and used.session == self.link.sessions:
+            self.link.begin("release", used.lease, then=_ignore)
 
     # Saving
 
@@ -562,11 +575,15 @@ class Scheduler:
         self._unconfirmed = [step for step in self._unconfirmed if step.serial > serial]
         for step in ready:
             self._confirmed.extend(step.saves)
+            for request_id in step.loads:
+                self._load_ended(request_id, False)
 
     def _discard_unconfirmed(self) -> None:
         """A load has failed: whatever was computed since may be wrong, in every request that shares a
         block. None of it is saved; what is computed again is offered again."""
         for step in self._unconfirmed:
+            for request_id in step.loads:
+                self._load_ended(request_id, True)
             for save in step.saves:
                 self._let_go(save.number)
                 self.events.dropped(save.number)

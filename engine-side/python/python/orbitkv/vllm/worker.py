@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import Any, Optional
 
 from orbitkv import Client, CudaError, DoneWords, Events, Gpu, Lease, Namespace, OrbitKVError, Region
 from orbitkv.link import End, Link, Operation
 from orbitkv.vllm.layout import GroupLayout
-from orbitkv.vllm.metadata import NOTHING, Load, Part, Save, StepMetadata, WorkerMetadata
+from orbitkv.vllm.metadata import HASH, NOTHING, Load, Part, Save, StepMetadata, WorkerMetadata
 from orbitkv.vllm.options import Options
 from orbitkv.vllm.stats import Counters
 
@@ -103,13 +103,25 @@ class Loading:
 
 
 class Saving:
-    """One save until all of its operations have ended."""
+    """One save until all of its operations have ended.
 
-    __slots__ = ("number", "left")
+    The Manager refuses a page whose parent it does not have, and it has a page when its save has ended. So
+    a save waits for those that end in one of its parents: the chunk of a prompt for the chunk before."""
 
-    def __init__(self, number: int, left: int):
-        self.number = number
-        self.left = left
+    __slots__ = ("save", "left", "parents", "tails")
+
+    def __init__(self, save: Save):
+        self.save = save
+        self.left = len(save.groups)
+        #: What its chains begin behind and end in, by group.
+        self.parents: list[tuple[int, bytes]] = []
+        self.tails: list[tuple[int, bytes]] = []
+        for chains in save.groups:
+            at = 0
+            for i, length in enumerate(chains.lengths):
+                at += length
+                self.parents.append((chains.group, bytes(chains.parents[i * HASH : (i + 1) * HASH])))
+                self.tails.append((chains.group, bytes(chains.hashes[(at - 1) * HASH : at * HASH])))
 
 
 class Worker:
@@ -126,9 +138,14 @@ class Worker:
         self._loading: dict[str, Loading] = {}
         #: Loads that this step's forward waits for.
         self._now: list[Loading] = []
-        #: What waits for an event.
+        #: Loads that wait for an event.
         self._waiting_loads: deque[Load] = deque()
-        self._waiting_saves: deque[Save] = deque()
+        #: Saves that wait for an event or for a parent, in order.
+        self._waiting_saves: deque[Saving] = deque()
+        self._is_retrying = False
+        self._wants_retry = False
+        #: How many unfinished saves end in a page.
+        self._tails: Counter[tuple[int, bytes]] = Counter()
         self._received: set[str] = set()
         self._failed_received: set[str] = set()
         self._invalid: set[int] = set()
@@ -197,8 +214,8 @@ class Worker:
             return
         self._finish_now()
         if metadata is not NOTHING or self._waiting_saves:
-            waiting, self._waiting_saves = self._waiting_saves, deque()
-            for save in (*waiting, *metadata.saves):
+            self._retry_saves()
+            for save in metadata.saves:
                 self._save(save)
             link.flush()
 
@@ -351,21 +368,48 @@ class Worker:
     # Saves
 
     def _save(self, save: Save) -> None:
-        saving = Saving(save.number, len(save.groups))
+        saving = Saving(save)
+        waits = self._waits(saving)
+        self._tails.update(saving.tails)
+        if waits or not self._begin_save(saving):
+            self._waiting_saves.append(saving)
+
+    def _waits(self, saving: Saving) -> bool:
+        return any(self._tails[parent] for parent in saving.parents)
+
+    def _retry_saves(self) -> None:
+        """Begins those that need not wait any more. A save that ends meanwhile asks for another round."""
+        self._wants_retry = True
+        if self._is_retrying:
+            return
+        self._is_retrying = True
+        while self._wants_retry:
+            self._wants_retry = False
+            waiting, self._waiting_saves = self._waiting_saves, deque()
+            for saving in waiting:
+                if self._waits(saving) or not self._begin_save(saving):
+                    self._waiting_saves.append(saving)
+        self._is_retrying = False
+
+    def _begin_save(self, saving: Saving) -> bool:
+        """Whether it began, or ended at once: `False` without an event."""
+        save = saving.save
         try:
             regions = [self._held.region(chains.group, save.adapter) for chains in save.groups]
         except (OrbitKVError, AttributeError):
-            for chains in save.groups:
-                self._saved(saving, len(chains.pages), None, None)
-            return
-        fences = self._fences(len(regions))
-        if fences is None:
-            self._waiting_saves.append(save)
-            return
-        for chains, region, fence in zip(save.groups, regions, fences):
+            regions = None
+        fences = self._fences(len(save.groups)) if regions is not None else None
+        if regions is not None and fences is None:
+            return False
+        for at, chains in enumerate(save.groups):
+            fence = fences[at] if fences is not None else None
+            if regions is None or not chains.pages:
+                # Without a session, or one that refuses this adapter; or a group without new pages.
+                self._saved(saving, len(chains.pages), fence, None)
+                continue
             self.link.begin(
                 "save_chains",
-                region,
+                regions[at],
                 chains.hashes,
                 chains.pages,
                 chains.lengths,
@@ -373,6 +417,7 @@ class Worker:
                 then=partial(self._saved, saving, len(chains.pages), fence),
                 fence=None if fence is None else fence.index,
             )
+        return True
 
     def _saved(self, saving: Saving, pages: int, fence: Optional[Fence], end: Optional[End]) -> None:
         if fence is not None:
@@ -387,8 +432,14 @@ class Worker:
             self.counters.observe("save_seconds", end)
         saving.left -= 1
         if saving.left == 0:
-            self._report.saved[saving.number] = 1
+            self._tails.subtract(saving.tails)
+            for tail in saving.tails:
+                if not self._tails[tail]:
+                    del self._tails[tail]
+            self._report.saved[saving.save.number] = 1
             self._has_report = True
+            if self._waiting_saves:
+                self._retry_saves()
 
     # Fences
 
