@@ -451,6 +451,8 @@ def owned_preparation(engine: Engine, tier: str) -> dict:
         it.leave()
         for i, prompt in enumerate(prompts[:3]):
             engine.add(f"prepared-{tier}-{i}", prompt)
+        while not all(tracked.lookup.is_over for tracked in engine.side._tracked.values()):
+            engine.side.link.wait(0.01)
         engine.llm.llm_engine.abort_request([f"prepared-{tier}-{i}" for i in range(3)])
         left = engine.all_back()
     counts = {
@@ -534,7 +536,7 @@ def adapters(engine: Engine, tier: str) -> dict:
     it = Scenario(engine, "adapters", tier)
     it.cold(it.prompts(200))
     folder = engine.folder / f"adapters-{tier}"
-    hashes = [bytes([i, 7]) * 16 for i in range(6)]
+    hashes = [bytes([i, len(tier)]) * 16 for i in range(6)]
 
     def adapter(name: str, weights: bytes) -> SimpleNamespace:
         path = folder / name
