@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from typing import Any, Optional
 
@@ -106,13 +106,17 @@ class Saving:
     """One save until all of its operations have ended.
 
     The Manager refuses a page whose parent it does not have, and it has a page when its save has ended. So
-    a save waits for those that end in one of its parents: the chunk of a prompt for the chunk before."""
+    a save waits for the earlier ones that end in one of its parents: the chunk of a prompt for the chunk
+    before. Only for earlier ones: no two can wait for each other."""
 
-    __slots__ = ("save", "left", "parents", "tails")
+    __slots__ = ("save", "left", "parents", "tails", "blockers", "followers")
 
     def __init__(self, save: Save):
         self.save = save
         self.left = len(save.groups)
+        #: Unfinished saves that it waits for, and those that wait for it.
+        self.blockers = 0
+        self.followers: list[Saving] = []
         #: What its chains begin behind and end in, by group.
         self.parents: list[tuple[int, bytes]] = []
         self.tails: list[tuple[int, bytes]] = []
@@ -140,12 +144,11 @@ class Worker:
         self._now: list[Loading] = []
         #: Loads that wait for an event.
         self._waiting_loads: deque[Load] = deque()
-        #: Saves that wait for an event or for a parent, in order.
-        self._waiting_saves: deque[Saving] = deque()
-        self._is_retrying = False
-        self._wants_retry = False
-        #: How many unfinished saves end in a page.
-        self._tails: Counter[tuple[int, bytes]] = Counter()
+        #: Saves that wait for an event only.
+        self._ready_saves: deque[Saving] = deque()
+        #: Unfinished saves by what they end in.
+        self._by_tail: dict[tuple[int, bytes], list[Saving]] = {}
+        self._is_beginning = False
         self._received: set[str] = set()
         self._failed_received: set[str] = set()
         self._invalid: set[int] = set()
@@ -213,8 +216,8 @@ class Worker:
         if link is None:
             return
         self._finish_now()
-        if metadata is not NOTHING or self._waiting_saves:
-            self._retry_saves()
+        if metadata is not NOTHING or self._ready_saves:
+            self._begin_ready_saves()
             for save in metadata.saves:
                 self._save(save)
             link.flush()
@@ -369,27 +372,24 @@ class Worker:
 
     def _save(self, save: Save) -> None:
         saving = Saving(save)
-        waits = self._waits(saving)
-        self._tails.update(saving.tails)
-        if waits or not self._begin_save(saving):
-            self._waiting_saves.append(saving)
+        for parent in saving.parents:
+            for earlier in self._by_tail.get(parent, ()):
+                earlier.followers.append(saving)
+                saving.blockers += 1
+        for tail in saving.tails:
+            self._by_tail.setdefault(tail, []).append(saving)
+        if not saving.blockers:
+            self._ready_saves.append(saving)
+            self._begin_ready_saves()
 
-    def _waits(self, saving: Saving) -> bool:
-        return any(self._tails[parent] for parent in saving.parents)
-
-    def _retry_saves(self) -> None:
-        """Begins those that need not wait any more. A save that ends meanwhile asks for another round."""
-        self._wants_retry = True
-        if self._is_retrying:
+    def _begin_ready_saves(self) -> None:
+        """In order, as long as there are events. One that ends at once may make others ready."""
+        if self._is_beginning:
             return
-        self._is_retrying = True
-        while self._wants_retry:
-            self._wants_retry = False
-            waiting, self._waiting_saves = self._waiting_saves, deque()
-            for saving in waiting:
-                if self._waits(saving) or not self._begin_save(saving):
-                    self._waiting_saves.append(saving)
-        self._is_retrying = False
+        self._is_beginning = True
+        while self._ready_saves and self._begin_save(self._ready_saves[0]):
+            self._ready_saves.popleft()
+        self._is_beginning = False
 
     def _begin_save(self, saving: Saving) -> bool:
         """Whether it began, or ended at once: `False` without an event."""
@@ -432,14 +432,22 @@ class Worker:
             self.counters.observe("save_seconds", end)
         saving.left -= 1
         if saving.left == 0:
-            self._tails.subtract(saving.tails)
-            for tail in saving.tails:
-                if not self._tails[tail]:
-                    del self._tails[tail]
-            self._report.saved[saving.save.number] = 1
-            self._has_report = True
-            if self._waiting_saves:
-                self._retry_saves()
+            self._end_save(saving)
+
+    def _end_save(self, saving: Saving) -> None:
+        for tail in saving.tails:
+            unfinished = self._by_tail[tail]
+            unfinished.remove(saving)
+            if not unfinished:
+                del self._by_tail[tail]
+        for follower in saving.followers:
+            follower.blockers -= 1
+            if not follower.blockers:
+                self._ready_saves.append(follower)
+        self._report.saved[saving.save.number] = 1
+        self._has_report = True
+        if self._ready_saves:
+            self._begin_ready_saves()
 
     # Fences
 
