@@ -11,8 +11,9 @@ from orbitkv.sglang.linker import OrbitKVLinker
 class TamperingLinker(OrbitKVLinker):
     """Looks for files in the folder that `linker_extra_config` names as "orders":
 
-    corrupt   restored pages are changed before the forward reads them
-    fail      leases end between load and restore, so that every restore fails
+    corrupt-kv   restored pages are changed before the forward reads them
+    corrupt-swa  those of layers with a window only
+    fail         leases end between load and restore, so that every restore fails
     """
 
     def __init__(self, *arguments: Any, extra_config: dict, **options: Any):
@@ -34,11 +35,13 @@ class TamperingLinker(OrbitKVLinker):
                 self.store.lookups.release(load.hit.lease, load.hit.session)
             self.store.link.drain(10)
         index = super().start_layer_wise_loading()
-        if (self._orders / "corrupt").exists() and index >= 0:
+        corrupted = [transfer for transfer in loading if (self._orders / f"corrupt-{transfer.name.value}").exists()]
+        if corrupted and index >= 0:
             while loads._batches[index].left:
                 loads.rest()
             kvcache = self._params.token_to_kv_pool_allocator.get_kvcache()
-            for transfer in loading:
-                for buffer in (*kvcache.k_buffer, *kvcache.v_buffer):
+            for transfer in corrupted:
+                pool = getattr(kvcache, f"{transfer.name.value}_kv_pool", kvcache)
+                for buffer in (*pool.k_buffer, *pool.v_buffer):
                     buffer[transfer.device_indices] += 1
         return index

@@ -66,6 +66,8 @@ class Offloads:
         are not copied again."""
         offload = Offload(parts)
         self._queue.append(offload)
+        if self._pages + offload.pages > self._pages_max:
+            self._link.pump()
         # One alone may be larger than that: it would never be saved.
         is_full = self._pages and self._pages + offload.pages > self._pages_max
         if not self._save or not self._link.ready or is_full:

@@ -29,7 +29,7 @@ class Options:
     #: Whether new pages are saved.
     save: bool = True
     #: Largest part of the engine's pages that unfinished offloads may hold.
-    held_pages_max: float = 0.25
+    held_pages_max: float = 0.5
 
     @classmethod
     def of(cls, extra: Optional[dict[str, Any]], others: tuple[str, ...] = ()) -> "Options":
