@@ -51,8 +51,7 @@ class Engine:
     plain      the linker as it is; the same: first, again
     tampered   with `sglang_tampering`
     small      prefills of 64 tokens, and too few pages for the requests that run
-    window     a model with layers of sliding-window attention
-    window_tampered  the same with `sglang_tampering`
+    window     a model with layers of sliding-window attention, with `sglang_window_linker`
     stranger   as "plain", with other weights under the same path
     """
 
@@ -66,12 +65,13 @@ class Engine:
         self.orders.mkdir(exist_ok=True)
         extra = {"socket": manager.socket, "lookup_timeout_us": 1_000_000, "patience": PATIENCE}
         linker, module = "OrbitKVLinker", "orbitkv.sglang.linker"
-        if setup.endswith("tampered"):
+        if setup == "tampered":
             linker, module, extra["orders"] = "TamperingLinker", "sglang_tampering", str(self.orders)
         options = dict(max_total_tokens=16384)
         if setup == "small":
             options = dict(max_total_tokens=1024, chunked_prefill_size=64, max_running_requests=8)
-        if setup.startswith("window"):
+        if setup == "window":
+            linker, module, extra["orders"] = "WindowLinker", "sglang_window_linker", str(self.orders)
             from sglang_window import make as make_window
 
             model = make_window(folder / "model")
@@ -140,12 +140,12 @@ class Engine:
 
     def bytes_of(self, tokens: int, requests: int) -> int:
         """Bytes that the restore of so many tokens takes."""
-        if not self.setup.startswith("window"):
+        if self.setup != "window":
             return tokens // PAGE * PAGE_BYTES
         # One page of the full layers each; of the others the pages that the window reaches only.
         from sglang_window import LAYERS, PAGE_BYTES_A_LAYER, WINDOW
 
-        window = -(-(WINDOW - 1) // PAGE)
+        window = -(-WINDOW // PAGE)
         return (tokens // PAGE + window * requests) * PAGE_BYTES_A_LAYER * LAYERS // 2
 
     def abort_all(self) -> None:
@@ -233,6 +233,16 @@ def local_and_restored(engine: Engine, tier: str) -> dict:
     engine.engine.generate(input_ids=[prompt[:97] for prompt in prompts], sampling_params={"max_new_tokens": 1})
     expected = sum(restorable(len(prompt)) - 96 for prompt in prompts)
     return it.again(prompts, base, expected)
+
+
+def found_locally(engine: Engine, tier: str) -> dict:
+    """The engine's own prefix cache gives the tokens of a computation, with nothing restored: it is fit to be
+    compared with."""
+    it = Scenario(engine, "engine's own cache", tier)
+    prompts = it.prompts(200, 300, 100)
+    base = engine.generate(prompts)
+    engine.generate(it.prompts(64, 80))
+    return it.again(prompts, base, 0)
 
 
 def one_tail(engine: Engine, tier: str) -> dict:
@@ -493,8 +503,14 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
     ],
     "tampered": [corrupted, load_fails],
     "small": [plain("chunked prefill of 64 tokens", 200), plain("more requests than pages", *[200] * 8)],
-    "window": [plain("sliding window", 200), plain("sliding window, 8 requests", *EIGHT), local_and_restored],
-    "window_tampered": [corrupted_window],
+    "window": [
+        found_locally,
+        plain("sliding window", 200),
+        plain("sliding window, 8 requests", *EIGHT),
+        local_and_restored,
+        corrupted,
+        corrupted_window,
+    ],
     "first": [kept],
     "stranger": [stranger],
     "again": [found_again],

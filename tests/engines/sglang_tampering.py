@@ -41,7 +41,8 @@ class TamperingLinker(OrbitKVLinker):
                 loads.rest()
             kvcache = self._params.token_to_kv_pool_allocator.get_kvcache()
             for transfer in corrupted:
-                pool = getattr(kvcache, f"{transfer.name.value}_kv_pool", kvcache)
+                # Two pools only where some layers have a window.
+                pool = getattr(kvcache, {"kv": "full_kv_pool", "swa": "swa_kv_pool"}[transfer.name.value], kvcache)
                 for buffer in (*pool.k_buffer, *pool.v_buffer):
                     buffer[transfer.device_indices] += 1
         return index

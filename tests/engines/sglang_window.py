@@ -14,8 +14,8 @@ DEVIATION = 0.2
 PAGE_BYTES_A_LAYER = 2 * KV_HEADS * HEAD_DIM * 16 * 4
 
 CONFIG = {
-    "architectures": ["Olmo2ForCausalLM"],
-    "model_type": "olmo2",
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
     "num_hidden_layers": LAYERS,
@@ -23,9 +23,10 @@ CONFIG = {
     "num_key_value_heads": KV_HEADS,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
+    "logit_scale": 1.0,
+    "tie_word_embeddings": True,
     "hidden_act": "silu",
     "attention_bias": False,
     "torch_dtype": "float32",
@@ -52,7 +53,6 @@ def make(folder: Path) -> Path:
     tensors = {
         "model.embed_tokens.weight": random(VOCABULARY, HIDDEN) * 4,
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": random(VOCABULARY, HIDDEN),
     }
     for layer in range(LAYERS):
         attention, rest = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}."
@@ -61,13 +61,10 @@ def make(folder: Path) -> Path:
             attention + "k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
             attention + "v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
             attention + "o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
-            attention + "q_norm.weight": torch.ones(HEADS * HEAD_DIM) * 2,
-            attention + "k_norm.weight": torch.ones(KV_HEADS * HEAD_DIM),
             rest + "mlp.gate_proj.weight": random(INNER, HIDDEN),
             rest + "mlp.up_proj.weight": random(INNER, HIDDEN),
             rest + "mlp.down_proj.weight": random(HIDDEN, INNER),
-            rest + "post_attention_layernorm.weight": torch.ones(HIDDEN),
-            rest + "post_feedforward_layernorm.weight": torch.ones(HIDDEN),
+            rest + "input_layernorm.weight": torch.ones(HIDDEN),
         }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
