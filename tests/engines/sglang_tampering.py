@@ -32,7 +32,7 @@ class TamperingLinker(OrbitKVLinker):
         loads = self.store.loads
         if (self._orders / "fail").exists():
             for load in loads._queued.values():
-                self.store.lookups.release(load.hit.lease, load.hit.session)
+                self.store.lookups.release(load.hit.lease, load.hit.held)
             self.store.link.drain(10)
         index = super().start_layer_wise_loading()
         corrupted = [transfer for transfer in loading if (self._orders / f"corrupt-{transfer.name.value}").exists()]

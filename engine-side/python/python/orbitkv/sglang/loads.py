@@ -150,7 +150,7 @@ class Loads:
     def _begin(self, batch: Batch, load: Load) -> None:
         hit = load.hit
         held: Optional[Held] = self._link.held
-        if hit is None or held is None or hit.session != self._link.sessions:
+        if hit is None or held is None or hit.held is not held:
             batch.failed = True
             self._release(load)
             return
@@ -215,7 +215,7 @@ class Loads:
 
     def _release(self, load: Load) -> None:
         if load.hit is not None:
-            self._lookups.release(load.hit.lease, load.hit.session)
+            self._lookups.release(load.hit.lease, load.hit.held)
 
     def _wait(self, operation: Operation, layer: int) -> None:
         link = self._link

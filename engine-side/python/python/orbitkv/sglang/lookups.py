@@ -9,6 +9,7 @@ from typing import Optional, Sequence
 
 from orbitkv import Lease
 from orbitkv.link import End, Link
+from orbitkv.sglang.held import Held
 
 HASH = 32
 #: Seconds for which a lease is kept after the request that it is for was last looked up: an abort in
@@ -22,31 +23,32 @@ _NONE: Sequence[int] = ()
 class Hit:
     """What a lookup found."""
 
-    __slots__ = ("hashes", "ends", "lease", "session", "asked_at")
+    __slots__ = ("hashes", "ends", "lease", "held", "asked_at")
 
-    def __init__(self, hashes: bytes, ends: array, lease: Lease, session: int):
+    def __init__(self, hashes: bytes, ends: array, lease: Lease, held: Held):
         #: Of all pages that were asked for.
         self.hashes = hashes
         #: Ascending page counts that can be restored; the lease is for the last one.
         self.ends = ends
         self.lease = lease
-        #: Number of the session that the lease is of.
-        self.session = session
+        #: What the session of the lease has registered: tells sessions apart.
+        self.held = held
         self.asked_at = monotonic()
 
-    def lives(self, session: int, seconds: float) -> bool:
-        return self.session == session and self.lease.expires_ns - monotonic_ns() > seconds * 1e9
+    def lives(self, held: Optional[Held], seconds: float) -> bool:
+        """Whether the lease can be used in the session that has this registered, so long at least."""
+        return self.held is held and self.lease.expires_ns - monotonic_ns() > seconds * 1e9
 
 
 class Question:
     """A lookup until its answer."""
 
-    __slots__ = ("rid", "hashes", "session", "asked_at", "is_over", "is_void")
+    __slots__ = ("rid", "hashes", "held", "asked_at", "is_over", "is_void")
 
-    def __init__(self, rid: str, hashes: bytes, session: int):
+    def __init__(self, rid: str, hashes: bytes, held: Held):
         self.rid = rid
         self.hashes = hashes
-        self.session = session
+        self.held = held
         self.asked_at = monotonic()
         self.is_over = False
         #: Nobody wants the answer any more.
@@ -73,15 +75,15 @@ class Lookups:
         self._link.pump()
         hit = self._hits.pop(rid, None)
         if hit is not None:
-            if hit.hashes == hashes and hit.lives(self._link.sessions, HOLD):
+            if hit.hashes == hashes and hit.lives(self._link.held, HOLD):
                 hit.asked_at = monotonic()
                 self._hits[rid] = hit
                 return hit.ends
-            self.release(hit.lease, hit.session)
+            self.release(hit.lease, hit.held)
         if self._unanswered is not None or not self._link.ready:
             return _NONE
         self.counters["lookups"] += 1
-        question = Question(rid, hashes, self._link.sessions)
+        question = Question(rid, hashes, self._link.held)
         self._link.begin(
             "query", self._link.held.scope, hashes, mode="candidate", then=partial(self._answered, question)
         )
@@ -104,14 +106,14 @@ class Lookups:
         if hit is not None:
             # A lease over components that are no chains has only what its own last page needs.
             covers = hit.hashes.startswith(hashes) and (pages in hit.ends if self._are_chains else pages == hit.ends[-1])
-            if covers and hit.lives(self._link.sessions, MARGIN):
+            if covers and hit.lives(self._link.held, MARGIN):
                 return hit
-            self.release(hit.lease, hit.session)
+            self.release(hit.lease, hit.held)
         ends = self.ask(rid, hashes)
         hit = self._hits.pop(rid, None)
         if hit is None or not ends or ends[-1] == pages:
             return hit
-        self.release(hit.lease, hit.session)
+        self.release(hit.lease, hit.held)
         return None
 
     def sweep(self) -> None:
@@ -123,21 +125,21 @@ class Lookups:
                 break
             self.counters["leases_abandoned"] += 1
             del self._hits[rid]
-            self.release(hit.lease, hit.session)
+            self.release(hit.lease, hit.held)
         if self._unanswered is not None and now - self._unanswered.asked_at > self._patience:
             self._link.complain("a lookup is unanswered")
 
     def clear(self) -> None:
         """Releases every lease, also those of answers that are still to come."""
         for hit in self._hits.values():
-            self.release(hit.lease, hit.session)
+            self.release(hit.lease, hit.held)
         self._hits.clear()
         if self._unanswered is not None:
             self._unanswered.is_void = True
 
-    def release(self, lease: Lease, session: int) -> None:
+    def release(self, lease: Lease, held: Held) -> None:
         """Gives a lease back, if the session that it is of still exists."""
-        if session == self._link.sessions and self._link.client is not None:
+        if held is self._link.held:
             self._link.begin("release", lease, then=_ignore)
 
     def _answered(self, question: Question, end: End) -> None:
@@ -147,14 +149,14 @@ class Lookups:
         if end.lease is None:
             return
         if question.is_void:
-            self.release(end.lease, question.session)
+            self.release(end.lease, question.held)
             return
         ends = array("I")
         ends.frombytes(self._link.client.restorable_prefixes())
         if not ends:
-            self.release(end.lease, question.session)
+            self.release(end.lease, question.held)
             return
-        self._hits[question.rid] = Hit(question.hashes, ends, end.lease, question.session)
+        self._hits[question.rid] = Hit(question.hashes, ends, end.lease, question.held)
 
 
 def _ignore(_: End) -> None:

@@ -1,4 +1,4 @@
-"""What `linker_extra_config`, and the extra configuration of the HiCache backend, may say."""
+"""What `linker_extra_config`, and "orbitkv" in the extra configuration of the HiCache backend, may say."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ class Options:
     held_pages_max: float = 0.5
 
     @classmethod
-    def of(cls, extra: Optional[dict[str, Any]], others: tuple[str, ...] = ()) -> "Options":
-        """Reads and checks them; `others` are names that somebody else reads.
+    def of(cls, extra: Optional[dict[str, Any]]) -> "Options":
+        """Reads and checks them.
 
         Raises ValueError, naming the option, its value and what is possible."""
         known = {field.name: field for field in fields(cls)}
         given = {}
         for name, value in (extra or {}).items():
-            if name in others:
-                continue
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
