@@ -22,7 +22,7 @@ SECOND = 1_000_000
 class Engine:
     """Device pools and a store, driven as SGLang's tree does."""
 
-    def __init__(self, socket, *pools, model="store", can_refuse=True, **options):
+    def __init__(self, socket, *pools, model="store", rank=(0, 1), can_refuse=True, **options):
         self.pools = {pool.component.name: pool for pool in pools}
         components = [pool.component for pool in pools]
         namespaces = [
@@ -33,6 +33,8 @@ class Engine:
                 page_bytes=component.page_bytes,
                 layout=component.digest(),
                 group=group,
+                tp_rank=rank[0],
+                tp_size=rank[1],
                 dependency=component.dependency,
                 window=component.window,
             )
@@ -383,6 +385,26 @@ def test_two_engines_share_pages_and_two_models_do_not(manager, plain):
     assert other.lookup("r", keys) == []
     same.store.close()
     other.store.close()
+
+
+def test_ranks_have_pages_of_their_own(manager):
+    """Under the same keys. What both can restore is a hit: the tree takes the least, each rank loads that."""
+    keys = keys_of("ranks", 4)
+    ranks = [Engine(manager.socket, DevicePool("kv", 32, range(3)), rank=(at, 2), can_refuse=False) for at in range(2)]
+    for at, rank in enumerate(ranks):
+        for number, key in enumerate(keys):
+            rank.pools["kv"].fill(number, f"kv {key} of {at}")
+        rank.offload(rank.part("kv", keys[: 4 - at], range(4 - at)))
+        assert rank.ended()
+    common = set.intersection(*(set(rank.lookup("r", keys)) for rank in ranks))
+    assert max(common) == 3
+    for at, rank in enumerate(ranks):
+        assert rank.load("r", rank.part("kv", keys[:3], [10, 11, 12])) is True
+        assert all(rank.pools["kv"].holds(10 + number, f"kv {keys[number]} of {at}") for number in range(3))
+        rank.store.link.drain(PATIENCE)
+    until(lambda: leases(manager) == 0)
+    for rank in ranks:
+        rank.store.close()
 
 
 def test_hashes_are_checked():
