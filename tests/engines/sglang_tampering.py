@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ class TamperingLinker(OrbitKVLinker):
     corrupt-kv   restored pages are changed before the forward reads them
     corrupt-swa  those of layers with a window only
     fail         leases end between load and restore, so that every restore fails
+    kill         the Manager, whose process the file names, is killed with restores outstanding
     """
 
     def __init__(self, *arguments: Any, extra_config: dict, **options: Any):
@@ -34,7 +37,14 @@ class TamperingLinker(OrbitKVLinker):
             for load in loads._queued.values():
                 self.store.lookups.release(load.hit.lease, load.hit.held)
             self.store.link.drain(10)
+        kill = self._orders / "kill"
+        victim = int(kill.read_text()) if loading and kill.exists() else None
+        if victim:
+            os.kill(victim, signal.SIGSTOP)
         index = super().start_layer_wise_loading()
+        if victim:
+            os.kill(victim, signal.SIGKILL)
+            kill.unlink()
         corrupted = [transfer for transfer in loading if (self._orders / f"corrupt-{transfer.name.value}").exists()]
         if corrupted and index >= 0:
             while loads._batches[index].left:

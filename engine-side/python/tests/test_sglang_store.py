@@ -4,11 +4,12 @@ import os
 import signal
 import time
 from array import array
+from types import SimpleNamespace
 
 import orbitkv
 import pytest
 from orbitkv.sglang import lookups
-from orbitkv.sglang.identity import join_hashes
+from orbitkv.sglang.identity import join_hashes, model_identity
 from orbitkv.sglang.loads import Part
 from orbitkv.sglang.options import Options
 from orbitkv.sglang.pages import Ready
@@ -437,3 +438,29 @@ def test_options_name_what_is_wrong():
     with pytest.raises(ValueError, match="host, stream"):
         Options.of({"wait": "gpu"})
     assert Options.of(None) == Options()
+
+
+def test_whose_pages_they_are(tmp_path):
+    """Everything about model and adapters that page hashes do not tell gives another name."""
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    for folder in (model, adapter):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "weights.safetensors").write_bytes(bytes(100_000))
+
+    def name(version="", **more):
+        adapters = [SimpleNamespace(lora_name="a", lora_path=str(adapter))]
+        given = {"model_path": str(model), "revision": None, "quantization": None, "lora_paths": adapters, **more}
+        return model_identity(SimpleNamespace(**given), version)
+
+    first = name()
+    assert name() == first
+    others = [name("2"), name(revision="x"), name(quantization="fp8"), name(load_format="dummy"), name(lora_paths=None)]
+    (adapter / "weights.safetensors").write_bytes(b"\1" + bytes(99_999))
+    others.append(name())
+    (model / "weights.safetensors").write_bytes(bytes(99_999) + b"\1")
+    others.append(name())
+    (model / "config.json").write_text('{"rope_theta": 1}')
+    others.append(name())
+    assert len({first, *others}) == 1 + len(others)
+    assert len(model_identity(SimpleNamespace(model_path="x" * 5000), "").encode()) <= 512

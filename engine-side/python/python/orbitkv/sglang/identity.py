@@ -6,6 +6,7 @@ and topology are here."""
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ def model_identity(server_args: Any, weights_version: str) -> str:
         digest.update(f"{name} {getattr(server_args, name, None)}\n".encode())
     if getattr(server_args, "load_format", "") == "dummy":
         digest.update(f"seed {getattr(server_args, 'random_seed', None)}\n".encode())
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         digest.update(folder_fingerprint(Path(path)).encode())
+    for adapter in getattr(server_args, "lora_paths", None) or ():
+        # The engine's page hashes have the name and path of an adapter, not what is in there.
+        folder = Path(str(getattr(adapter, "lora_path", None) or adapter))
+        name = f"adapter {getattr(adapter, 'lora_name', '')} {folder}"
+        digest.update(f"{name} {folder_fingerprint(folder) if os.path.isdir(folder) else ''}\n".encode())
     digest.update(weights_version.encode())
     revision = getattr(server_args, "revision", None) or ""
     return fit(f"{path}@{revision} {digest.hexdigest()[:32]}")

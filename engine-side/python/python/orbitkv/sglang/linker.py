@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from orbitkv.sglang import pages
+from orbitkv.sglang.fences import Fences
 from orbitkv.sglang.identity import fit, join_hashes, model_identity
 from orbitkv.sglang.loads import Part
 from orbitkv.sglang.options import Options
@@ -62,7 +63,7 @@ class OrbitKVLinker(UnifiedCacheLinker):
         self._rank, self._ranks = _tensor_rank(params)
         self._is_replicated = known.is_replicated
         on_gpu = torch.device(params.token_to_kv_pool_allocator.get_kvcache().device).type == "cuda"
-        self._side = torch.cuda.Stream() if on_gpu else None
+        self._fences = Fences(self.record_offload_ready) if on_gpu else None
         self.layer_done_counter = LayerCounter(
             self, 1 + max(layer for component in known.components for layer in component.layers)
         )
@@ -120,7 +121,7 @@ class OrbitKVLinker(UnifiedCacheLinker):
             self._namespaces(),
             # Ranks queue the same loads, or the engine's collectives part company.
             can_refuse=self._ranks * self._params.pp_size * self._params.attn_cp_size == 1,
-            record=self._record if self._side is not None else None,
+            record=None if self._fences is None else self._fences.record,
             stream=lambda: torch.cuda.current_stream().cuda_stream,
         )
 
@@ -134,13 +135,6 @@ class OrbitKVLinker(UnifiedCacheLinker):
             for transfer in transfers
             if transfer.keys
         ]
-
-    def _record(self, events: Any, indices: Sequence[int]) -> None:
-        """Events behind the current stream and the forward's."""
-        for ready in self.record_offload_ready():
-            self._side.wait_event(ready)
-        for index in indices:
-            events.record(index, self._side.cuda_stream)
 
     def _namespaces(self) -> list[dict]:
         import sglang
