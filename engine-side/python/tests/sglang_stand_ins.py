@@ -2,18 +2,35 @@
 
 import ctypes
 import hashlib
+import json
 import math
 import mmap
 import os
+import subprocess
 import sys
+import time
 import types
 from types import SimpleNamespace
 
+import orbitkv
 from orbitkv.sglang.component import Component
 
 TOKENS = 4
 HEADS, DIM, ITEM = 2, 64, 4
 ROW = HEADS * DIM * ITEM
+
+
+def leases(manager):
+    """Leases, 16 at most, that the Manager showed last."""
+    command = [orbitkv.binary(), "inspect", "leases", "--socket", manager.socket, "--json"]
+    return len(json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["leases"])
+
+
+def until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.005)
 
 
 def keys_of(name, count):

@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from sglang_stand_ins import HostPool, Indices, keys_of, storage_class, storage_config
+from sglang_stand_ins import HostPool, Indices, keys_of, leases, storage_class, storage_config, until
 
 
 def open_storage(socket, pool, **options):
@@ -27,6 +27,13 @@ def test_pages_come_back_byte_for_byte(manager, layout, shared):
     assert storage.batch_get_v1(keys, Indices(places)) == [True] * 20
     assert [pool.page(at) for at in places] == wanted
     assert pool.page(0) == wanted[0] and pool.page(60) == bytes(len(wanted[0])), "a neighbour changed"
+    until(lambda: leases(manager) == 0)
+    # A part of what was found: the rest of the lease comes back too.
+    assert storage.batch_exists(keys) == 20
+    until(lambda: leases(manager) == 1)
+    assert storage.batch_get_v1(keys[:7], Indices(range(30, 37))) == [True] * 7
+    assert [pool.page(at) for at in range(30, 37)] == wanted[:7]
+    until(lambda: leases(manager) == 0)
     storage.close()
 
 
@@ -165,15 +172,6 @@ def test_uneven_pages_are_refused():
     pool.get_page_buffer_meta = uneven
     with pytest.raises(ValueError, match="not evenly spaced"):
         open_storage("nowhere", pool)
-
-
-def until(true, seconds=20):
-    import time
-
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.02)
 
 
 def test_a_shared_pool_goes_by_its_descriptor():

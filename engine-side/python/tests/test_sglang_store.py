@@ -6,7 +6,6 @@ import time
 from array import array
 from types import SimpleNamespace
 
-import orbitkv
 import pytest
 from orbitkv.sglang import lookups
 from orbitkv.sglang.identity import join_hashes, model_identity
@@ -14,7 +13,7 @@ from orbitkv.sglang.loads import Part
 from orbitkv.sglang.options import Options
 from orbitkv.sglang.pages import Ready
 from orbitkv.sglang.store import Store
-from sglang_stand_ins import DevicePool, Tensor, keys_of
+from sglang_stand_ins import DevicePool, Tensor, keys_of, leases, until
 
 PATIENCE = 20.0
 SECOND = 1_000_000
@@ -85,21 +84,6 @@ def plain(manager):
     engine = Engine(manager.socket, DevicePool("kv", 64, range(3)))
     yield engine
     engine.store.close()
-
-
-def leases(manager):
-    import json
-    import subprocess
-
-    command = [orbitkv.binary(), "inspect", "leases", "--socket", manager.socket, "--json"]
-    return len(json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["leases"])
-
-
-def until(true, seconds=PATIENCE):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.005)
 
 
 def test_offloaded_pages_are_found_and_loaded(manager, plain):
@@ -361,6 +345,24 @@ def test_a_silent_manager_costs_one_lookup_its_timeout(manager):
     engine.store.close()
 
 
+def test_an_answer_after_a_reset_is_given_back(manager):
+    engine = Engine(manager.socket, DevicePool("kv", 16, range(3)), lookup_timeout_us=20_000)
+    keys = keys_of("void", 2)
+    engine.save(keys, range(2))
+    os.kill(manager.pid, signal.SIGSTOP)
+    try:
+        assert engine.lookup("r", keys) == []
+        engine.store.lookups.clear()
+    finally:
+        os.kill(manager.pid, signal.SIGCONT)
+    engine.store.reset()
+    until(lambda: leases(manager) == 0)
+    assert engine.store.counters["leases_abandoned"] == 0
+    assert engine.lookup("r", keys) == [1, 2]
+    assert engine.store.counters["lookups"] == 2, "what was given back is not answered with"
+    engine.store.close()
+
+
 def test_held_pages_are_bounded(manager):
     """While the Manager is silent, offloads hold no more than their part of the pool."""
     engine = Engine(manager.socket, DevicePool("kv", 16, range(3)), held_pages_max=0.25)
@@ -369,6 +371,7 @@ def test_held_pages_are_bounded(manager):
         for number in range(6):
             engine.offload(engine.part("kv", keys_of(f"held {number}", 2), [number, number + 1]))
         assert engine.store.counters["pages_refused"] == 8
+        assert engine.store.poll() == 0, "what was refused at once comes after what was queued before it"
     finally:
         os.kill(manager.pid, signal.SIGCONT)
     assert [engine.ended() for _ in range(6)] == [True, True, False, False, False, False]
