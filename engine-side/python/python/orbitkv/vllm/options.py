@@ -46,7 +46,7 @@ class Options:
     #: KV layout to ask the engine for; "auto" asks for a block-outermost one on GPUs, "" for none.
     kv_layout: str = "auto"
     #: Largest part of the engine's KV blocks that unfinished saves may hold back from reuse.
-    held_blocks_max: float = 0.25
+    held_blocks_max: float = 0.5
     #: Whether new pages are saved.
     save: bool = True
 
