@@ -375,7 +375,7 @@ mod tests {
         let start = now();
         let unknown = Seen { at_least: Duration::ZERO, ended: true, shared: false };
         let mut choice = measured(start);
-        let mut unseen = |choice: &mut Choice, now| {
+        let unseen = |choice: &mut Choice, now| {
             let mut batch = choice.begin(now);
             let method = choice.method(&mut batch, &many_small());
             choice.ordered(&batch, false, now);
