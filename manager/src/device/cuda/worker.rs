@@ -19,13 +19,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use orbitkv_shm_protocol::telemetry::CopyMethod;
+
 use super::driver::CudaError;
 use super::method::{Choice, Expected, Method, Seen, Work};
 use super::plan::{Page, Plan, Rect};
 use super::table::{RECTS, Table};
-use crate::core::{Direction, Extent};
+use crate::core::{Direction, Extent, Nanos};
 use crate::device::lane::{Queues, State};
-use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory};
+use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory, Moved};
 use crate::image::ImageMemory;
 
 /// Streams of a GPU: each direction has one for short commands and one for long ones, which share
@@ -125,6 +127,9 @@ struct Running {
     ordered: bool,
     pages_done: u32,
     error: Option<CopyError>,
+    /// When its last done word was first seen.
+    seen_ns: Nanos,
+    moved: Moved,
 }
 
 /// What is in flight on a stream, in order.
@@ -326,6 +331,8 @@ impl Worker {
             ordered: false,
             pages_done: 0,
             error: None,
+            seen_ns: 0,
+            moved: Moved::default(),
         })
     }
 
@@ -441,6 +448,7 @@ impl Worker {
             if self.streams[stream].in_flight.is_empty() {
                 continue;
             }
+            self.look_at_done_word(stream);
             let reached = self.engine.reached(stream);
             let ended = |batch: &Batch| {
                 // Far fewer than half of all numbers are in flight.
@@ -459,6 +467,20 @@ impl Worker {
         }
         self.marks_looked_at = now;
         progress
+    }
+
+    /// Takes note of when the first command of a stream has its last byte in place: what an engine sees
+    /// that polls, and before the mark behind it.
+    fn look_at_done_word(&mut self, stream: usize) {
+        let Some(batch) = self.streams[stream].in_flight.front() else { return };
+        let Some(running) = &mut self.commands[batch.command] else { return };
+        if running.ordered
+            && running.seen_ns == 0
+            && let Some(done) = &running.command.done
+            && done.words.load(done.operation_index, done.count - 1) == done.value
+        {
+            running.seen_ns = self.queues.now();
+        }
     }
 
     /// Looks at how long the first batch in flight of a stream took, or has been taking.
@@ -496,7 +518,9 @@ impl Worker {
         }
         let Some(running) = self.commands[place].take() else { return };
         self.free.push(place);
-        self.queues.end(end(running.command, running.pages_done, running.error));
+        let (ended_ns, moved) = (running.seen_ns, running.moved);
+        let end = end(running.command, running.pages_done, running.error);
+        self.queues.end(CopyEnd { ended_ns, moved, ..end });
     }
 
     /// The GPU failed for good: nothing more is ordered.
@@ -578,6 +602,7 @@ impl Running {
                         // SAFETY: as in `copy_each`.
                         unsafe { engine.copy_rows(stream, table) }?;
                         self.take(work.bytes());
+                        self.moved.add(CopyMethod::Kernel, 1, work.bytes());
                         work.bytes()
                     }
                     _ => self.copy_each(engine, stream, work.rects.max(1), left)?,
@@ -626,6 +651,8 @@ impl Running {
             unsafe { engine.copy(stream, self.command.direction, &copy) }?;
             // Only now: what was refused counts as left.
             self.take(head.bytes());
+            let method = if head.rows > 1 { CopyMethod::Strided } else { CopyMethod::Engine };
+            self.moved.add(method, 1, head.bytes());
             bytes += head.bytes();
         }
         Ok(bytes)
@@ -729,5 +756,6 @@ fn peer_lives(command: &CopyCommand) -> Result<(), CopyError> {
 
 fn end(command: CopyCommand, pages_done: u32, error: Option<CopyError>) -> CopyEnd {
     let CopyCommand { ticket, direction, pages, checksums, .. } = command;
-    CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, checksums, pages }
+    let moved = Moved::default();
+    CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, moved, checksums, pages }
 }
