@@ -55,9 +55,14 @@ impl Crew {
 
     /// One measurement of all parts, side by side.
     pub(crate) fn measure(&mut self) -> Result<Vec<Answer>, BenchError> {
+        self.ask("")
+    }
+
+    /// The same, of what the parts read from `line`.
+    pub(crate) fn ask(&mut self, line: &str) -> Result<Vec<Answer>, BenchError> {
         for at in 0..self.parts.len() {
             let input = self.parts[at].input.as_mut();
-            if input.is_none_or(|input| input.write_all(b"\n").is_err()) {
+            if input.is_none_or(|input| writeln!(input, "{line}").is_err()) {
                 // Its last words say why.
                 self.answer(at)?;
                 return Err(self.silent("it hung up"));

@@ -12,7 +12,7 @@ mod stream;
 use orbitkv_engine::cuda::{CudaError, Gpu};
 
 pub use kernels::{Content, Kernels, PlacedPages};
-pub use memory::{Buffer, Pinned, VirtualMemory, free_bytes};
+pub use memory::{Buffer, Imported, Pinned, VirtualMemory, free_bytes};
 pub use stream::{Stream, Transfer};
 
 /// What to do where the driver's own name of an error says all there is.

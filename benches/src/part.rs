@@ -8,10 +8,11 @@ use std::io::{self, BufRead, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use orbitkv_shm_protocol::bootstrap::message::MemorySpec;
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Busy, Copies, Engine, Kind, Order};
+use crate::device::{Busy, Copies, Engine, Kind, Order, Visitor};
 use crate::error::BenchError;
 use crate::lookup::Lookup;
 use crate::session::Session;
@@ -45,6 +46,8 @@ pub(crate) enum Work {
     RoundTrips { socket: PathBuf, chains: u32, asks: Vec<Ask>, wait: Wait, length: Length },
     /// Copies of an engine on its device, one measurement an order.
     Device { socket: PathBuf, kind: Kind, orders: Vec<Order> },
+    /// Raw copies over the memory of an engine's shape, each as its line says.
+    Elsewhere { shape: usize, memory: Vec<MemorySpec> },
     /// Keeps a GPU busy and says `rates` times how fast that goes.
     Busy { rates: usize },
     /// Queries of one page, each with its release, as many as possible.
@@ -116,6 +119,9 @@ pub(crate) enum Answer {
     },
     Rate(Rate),
     Copies(Vec<Copies>),
+    Took {
+        ns: u64,
+    },
     Kernels {
         per_second: f64,
     },
@@ -200,6 +206,14 @@ fn work(job: &Job, begin: &mut impl Iterator<Item = String>) -> Result<(), Bench
             let mut engine = Engine::new(socket, *kind)?;
             each(begin, orders, |order| engine.follow(order).map(Answer::Copies))?;
             engine.end()
+        }
+        Work::Elsewhere { shape, memory } => {
+            let mut visitor = Visitor::open(*shape, memory)?;
+            say(&Answer::Ready);
+            for line in begin {
+                say(&Answer::Took { ns: visitor.follow(&line)? });
+            }
+            Ok(())
         }
         Work::Busy { rates } => {
             let mut busy = Busy::start()?;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use orbitkv_shm_protocol::doorbell::{ControlBell, WAIT_WORDS_MAX, wait_many};
 use orbitkv_shm_protocol::ids::{OperationId, RegionId, SessionId};
 use orbitkv_shm_protocol::record::{Completion, PageEntry, RequestKind, SessionState, Status};
-use orbitkv_shm_protocol::telemetry::{CloseReason, ManagerState, Metric};
+use orbitkv_shm_protocol::telemetry::{CloseReason, CopyMethod, ManagerState, Metric};
 
 use crate::clock::{Clock, nanos_of};
 use crate::config::WaitMode;
@@ -477,6 +477,11 @@ impl Service {
             taken += 1;
             let owner = self.copying.iter().position(|(ticket, _)| *ticket == end.ticket);
             let owner = owner.map(|at| self.copying.swap_remove(at).1);
+            for method in CopyMethod::ALL {
+                let (copies, bytes) = end.moved.of(*method);
+                self.telemetry.counters.add(Metric::DeviceMethodCopies(*method), copies);
+                self.telemetry.counters.add(Metric::DeviceMethodBytes(*method), bytes);
+            }
             if let Some(error) = end.error {
                 // Whoever gave up on a fence had no fault.
                 if !matches!(error, CopyError::FenceGivenUp { .. }) {

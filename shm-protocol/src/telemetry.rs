@@ -40,9 +40,9 @@ pub use access::{
     GroupCopy, GroupStores, Identity, SegmentFault, SegmentReader, SegmentWriter, check_start,
 };
 pub use label::{
-    CloseReason, CopyDirection, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState, OperationStage,
-    PrepareOutcome, Reason, RefuseReason, SessionState, SpillOutcome, SsdEngine, SsdFault,
-    SsdHealth, SsdRecovery, SsdRetry, SsdStop,
+    CloseReason, CopyDirection, CopyMethod, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState,
+    OperationStage, PrepareOutcome, Reason, RefuseReason, SessionState, SpillOutcome, SsdEngine,
+    SsdFault, SsdHealth, SsdRecovery, SsdRetry, SsdStop,
 };
 pub use latency::{
     BUCKETS, HISTOGRAM_WORDS, LATENCY_HELP, LATENCY_NAME, LATENCY_WORDS, Latency, bucket_end,

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use orbitkv_engine::{Client, Code, Completion, Connect, Deadline, QueryMode, Status};
-use orbitkv_shm_protocol::telemetry::{CopyDirection, HeldIn, LeaseEnd, Metric, Reason};
+use orbitkv_shm_protocol::telemetry::{
+    CopyDirection, CopyMethod, HeldIn, LeaseEnd, Metric, Reason,
+};
 use orbitkv_tests::engine::{Engine, blocks, hashes, namespace};
 use orbitkv_tests::manager::PATIENCE;
 use orbitkv_tests::setup;
@@ -45,6 +47,8 @@ fn met_03_every_direction_counts_its_bytes() {
     manager.counted(Metric::SsdWrittenBytes, 5_242_880);
     manager.counted(Metric::SsdReadBytes, 5_242_880);
     manager.counted(Metric::DeviceCopiedBytes(CopyDirection::HostToDevice), 7_340_032);
+    manager.counted(Metric::DeviceMethodCopies(CopyMethod::Cpu), 12);
+    manager.counted(Metric::DeviceMethodBytes(CopyMethod::Cpu), 12_582_912);
     manager.counted(Metric::SsdWriteQueueFull, 0);
 }
 

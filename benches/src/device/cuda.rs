@@ -9,6 +9,7 @@ use std::time::Duration;
 use orbitkv_engine::cuda::EventPool;
 use orbitkv_engine::{Client, Memory};
 
+use super::elsewhere::Elsewhere;
 use super::field::{Field, Raw, SLOTS, Side};
 use super::shape::{Layout, Plan, Shape};
 use crate::clock;
@@ -28,16 +29,26 @@ const LOOKS: u32 = 1 << 16;
 /// Pages of one shape.
 #[derive(Debug)]
 pub(super) struct CudaField {
+    // Dropped in this order: the other process lets go of the memory, streams wait for their work,
+    // then what they use is freed.
+    elsewhere: Elsewhere,
+    raw: RawCopies,
+    events: EventPool,
+    wrong: Buffer,
+    memory: Vec<Buffer>,
+    device: Rc<Device>,
+}
+
+/// Copies between pages, whoever owns their memory, and pinned images of this process.
+#[derive(Debug)]
+pub(super) struct RawCopies {
     // Dropped in this order: streams wait for their work before what it uses is freed.
     streams: [Stream; 2],
-    events: EventPool,
     sides: [Placed; 2],
-    wrong: Buffer,
-    images: [Pinned; SLOTS],
+    images: Vec<Pinned>,
     /// A word for each stream, which counts its copies.
     flags: Pinned,
     counts: [u32; 2],
-    memory: Vec<Buffer>,
     device: Rc<Device>,
 }
 
@@ -50,22 +61,62 @@ struct Placed {
 
 impl CudaField {
     pub(super) fn new(shape: &Shape, device: &Rc<Device>) -> Result<Self, BenchError> {
-        let layout = Layout::of(shape);
-        let memory = layout.allocations.iter().map(|bytes| Buffer::new(*bytes));
+        let memory = Layout::of(shape).allocations.into_iter().map(Buffer::new);
         let memory = memory.collect::<Result<Vec<_>, _>>()?;
-        let (from, to) = layout.places(shape);
-        let sides = [placed(&layout, &memory, &from)?, placed(&layout, &memory, &to)?];
+        let export = |buffer: &Buffer| device.gpu.export(buffer.address(), buffer.bytes());
+        let exported = memory.iter().map(export).collect::<Result<_, _>>()?;
+        let addresses: Vec<_> = memory.iter().map(Buffer::address).collect();
         Ok(Self {
-            streams: [Stream::new()?, Stream::new()?],
+            elsewhere: Elsewhere::start(shape, exported)?,
+            raw: RawCopies::new(shape, device, &addresses, SLOTS)?,
             events: EventPool::new(&device.gpu, EVENTS)?,
-            sides,
             wrong: Buffer::new(8)?,
-            images: [Pinned::new(shape.bytes())?, Pinned::new(shape.bytes())?],
-            flags: Pinned::new(8)?,
-            counts: [0; 2],
             memory,
             device: Rc::clone(device),
         })
+    }
+}
+
+impl RawCopies {
+    /// Over allocations at `addresses`, with so many images of all pages.
+    pub(super) fn new(
+        shape: &Shape,
+        device: &Rc<Device>,
+        addresses: &[u64],
+        slots: usize,
+    ) -> Result<Self, BenchError> {
+        let layout = Layout::of(shape);
+        let (from, to) = layout.places(shape);
+        let images = (0..slots).map(|_| Pinned::new(shape.bytes()));
+        Ok(Self {
+            streams: [Stream::new()?, Stream::new()?],
+            sides: [placed(&layout, addresses, &from)?, placed(&layout, addresses, &to)?],
+            images: images.collect::<Result<_, _>>()?,
+            flags: Pinned::new(8)?,
+            counts: [0; 2],
+            device: Rc::clone(device),
+        })
+    }
+
+    /// As [`Field::raw`].
+    pub(super) fn copy(
+        &mut self,
+        save: Option<Raw>,
+        restore: Option<Raw>,
+    ) -> Result<u64, BenchError> {
+        let begin = clock::now_ns();
+        let both = [(Side::From, save), (Side::To, restore)];
+        for (side, raw) in both {
+            if let Some(raw) = raw {
+                self.begin(side, raw)?;
+            }
+        }
+        for (side, raw) in both {
+            if raw.is_some() {
+                self.finish(side)?;
+            }
+        }
+        Ok(clock::now_ns() - begin)
     }
 
     /// Begins the copy of one side and a store to its flag behind it.
@@ -115,10 +166,10 @@ impl CudaField {
     }
 }
 
-fn placed(layout: &Layout, memory: &[Buffer], pages: &[u32]) -> Result<Placed, BenchError> {
+fn placed(layout: &Layout, memory: &[u64], pages: &[u32]) -> Result<Placed, BenchError> {
     let transfers = |plan: Plan| {
         let transfer = plan.rectangles.iter().map(|part| Transfer {
-            device: memory[part.allocation].address() + part.offset,
+            device: memory[part.allocation] + part.offset,
             pitch: part.pitch,
             // From the start of the images: which ones is said later.
             host: part.image,
@@ -128,7 +179,7 @@ fn placed(layout: &Layout, memory: &[Buffer], pages: &[u32]) -> Result<Placed, B
         });
         (plan.name, transfer.collect())
     };
-    let bases = layout.segments.iter().map(|(at, offset)| memory[*at].address() + offset);
+    let bases = layout.segments.iter().map(|(at, offset)| memory[*at] + offset);
     let bases: Vec<_> = bases.collect();
     Ok(Placed {
         plans: layout.plans(pages).into_iter().map(transfers).collect(),
@@ -151,9 +202,9 @@ impl Field for CudaField {
         let event = self.events.take();
         let event = event.ok_or_else(|| BenchError::Wrong("every event is in use".into()))?;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { self.events.record(event, self.streams[0].raw())? };
+        unsafe { self.events.record(event, self.raw.streams[0].raw())? };
         // How fast the GPU comes to an event is nothing of the copy, which raw begins without one.
-        self.streams[0].wait()?;
+        self.raw.streams[0].wait()?;
         Ok(Some(event))
     }
 
@@ -165,8 +216,8 @@ impl Field for CudaField {
 
     fn fill(&mut self, side: Side, seed: u64) -> Result<(), BenchError> {
         let content = Content { seed, first_page: 0 };
-        let stream = &self.streams[0];
-        self.device.kernels.fill(stream, &self.sides[side as usize].pages, content)?;
+        let stream = &self.raw.streams[0];
+        self.device.kernels.fill(stream, &self.raw.sides[side as usize].pages, content)?;
         Ok(stream.wait()?)
     }
 
@@ -176,7 +227,7 @@ impl Field for CudaField {
 
     fn wrong_words(&mut self, seed: u64) -> Result<u64, BenchError> {
         self.wrong.set(0)?;
-        let (stream, to) = (&self.streams[0], &self.sides[Side::To as usize].pages);
+        let (stream, to) = (&self.raw.streams[0], &self.raw.sides[Side::To as usize].pages);
         let content = Content { seed, first_page: 0 };
         self.device.kernels.compare(stream, to, content, 0..to.segments(), &self.wrong)?;
         stream.wait()?;
@@ -185,23 +236,19 @@ impl Field for CudaField {
     }
 
     fn ways(&self, side: Side) -> Vec<&'static str> {
-        let plans = self.sides[side as usize].plans.iter().map(|(name, _)| *name);
+        let plans = self.raw.sides[side as usize].plans.iter().map(|(name, _)| *name);
         plans.chain([KERNEL]).collect()
     }
 
     fn raw(&mut self, save: Option<Raw>, restore: Option<Raw>) -> Result<u64, BenchError> {
-        let begin = clock::now_ns();
-        let both = [(Side::From, save), (Side::To, restore)];
-        for (side, raw) in both {
-            if let Some(raw) = raw {
-                self.begin(side, raw)?;
-            }
-        }
-        for (side, raw) in both {
-            if raw.is_some() {
-                self.finish(side)?;
-            }
-        }
-        Ok(clock::now_ns() - begin)
+        self.raw.copy(save, restore)
+    }
+
+    fn elsewhere(
+        &mut self,
+        save: Option<Raw>,
+        restore: Option<Raw>,
+    ) -> Result<Option<u64>, BenchError> {
+        self.elsewhere.copy(save, restore).map(Some)
     }
 }

@@ -77,6 +77,8 @@ pub(crate) struct Copies {
     pub(crate) ours_ns: Vec<u64>,
     /// From the first call to seeing the flag behind the last.
     pub(crate) raw_ns: Vec<u64>,
+    /// The same in another process.
+    pub(crate) elsewhere_ns: Vec<u64>,
     /// The raw way that was chosen.
     pub(crate) way: String,
     /// From the Manager's stamp of the last byte to this process's first sight of the done word.
@@ -85,7 +87,8 @@ pub(crate) struct Copies {
 
 impl Copies {
     fn new(op: Op, way: String) -> Self {
-        Self { op, ours_ns: Vec::new(), raw_ns: Vec::new(), way, delivery_ns: Vec::new() }
+        let (ours_ns, raw_ns, elsewhere_ns) = (Vec::new(), Vec::new(), Vec::new());
+        Self { op, ours_ns, raw_ns, elsewhere_ns, way, delivery_ns: Vec::new() }
     }
 }
 
@@ -291,24 +294,39 @@ impl Attached {
         let [mut save, mut restore, mut both] =
             [Op::Save, Op::Restore, Op::Both].map(|op| Copies::new(op, self.way(op)));
         let sides = [ours_first, !ours_first];
+        let all = if ours_first {
+            [Who::Ours, Who::Raw, Who::Elsewhere]
+        } else {
+            [Who::Raw, Who::Elsewhere, Who::Ours]
+        };
         let copies = (ROUND_BYTES / self.shape.bytes()).clamp(1, COPIES_MAX);
         for _ in 0..copies {
             let first = next(seed);
-            self.field.fill(Side::From, first.into())?;
-            for ours in sides {
-                if ours {
-                    self.timed_save(first, &mut save)?;
-                } else {
-                    save.raw_ns.push(self.raw_save(0)?);
+            for who in all {
+                // By a kernel of this process: whoever copies finds the GPU in the same state.
+                self.field.fill(Side::From, first.into())?;
+                match who {
+                    Who::Ours => self.timed_save(first, &mut save)?,
+                    Who::Raw => save.raw_ns.push(self.raw_save(0)?),
+                    Who::Elsewhere => {
+                        let raw = Raw { way: self.ways[0], slot: 0 };
+                        save.elsewhere_ns.extend(self.field.elsewhere(Some(raw), None)?);
+                    }
                 }
             }
-            for ours in sides {
+            for who in all {
                 self.field.poison()?;
-                if ours {
-                    let lease = self.hit(first)?;
-                    self.timed_restore(first, &lease, &mut restore)?;
-                } else {
-                    restore.raw_ns.push(self.raw_restore(0)?);
+                match who {
+                    Who::Ours => {
+                        let lease = self.hit(first)?;
+                        self.timed_restore(first, &lease, &mut restore)?;
+                    }
+                    Who::Raw => restore.raw_ns.push(self.raw_restore(0)?),
+                    Who::Elsewhere => {
+                        let raw = Raw { way: self.ways[1], slot: 0 };
+                        let Some(ns) = self.field.elsewhere(None, Some(raw))? else { continue };
+                        restore.elsewhere_ns.push(ns);
+                    }
                 }
                 self.compare(first, Op::Restore)?;
             }
@@ -317,8 +335,8 @@ impl Attached {
             }
             self.forget()?;
         }
-        let all = [save, restore, both];
-        Ok(all.into_iter().filter(|copies| !copies.ours_ns.is_empty()).collect())
+        let found = [save, restore, both];
+        Ok(found.into_iter().filter(|copies| !copies.ours_ns.is_empty()).collect())
     }
 
     /// Saves the pages of `second` while those of `first`, which are there, are restored.
@@ -578,6 +596,17 @@ fn keep(operations: &mut [Begun], ended: Completion) {
 fn next(seed: &mut u32) -> u32 {
     *seed += 1;
     *seed
+}
+
+/// Who copies.
+#[derive(Clone, Copy)]
+enum Who {
+    /// The Manager.
+    Ours,
+    /// This process, without it.
+    Raw,
+    /// A third one, likewise.
+    Elsewhere,
 }
 
 /// Names of the pages of one save.

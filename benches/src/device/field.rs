@@ -1,6 +1,7 @@
 //! The engine's memory of one shape, on either device, and raw copies over it.
 
 use orbitkv_engine::{Client, Memory};
+use serde::{Deserialize, Serialize};
 
 use crate::error::BenchError;
 
@@ -15,7 +16,7 @@ pub(super) enum Side {
 
 /// A raw copy of all pages of one side, in one of the [`Field::ways`], from or to the pinned images
 /// of a slot.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Raw {
     /// Position among the ways.
     pub(super) way: usize,
@@ -53,4 +54,12 @@ pub(super) trait Field {
     /// Copies both ways at once, as far as asked for: from the pages that are saved, and to those
     /// that are restored. Returns the nanoseconds from the call to seeing the end of all.
     fn raw(&mut self, save: Option<Raw>, restore: Option<Raw>) -> Result<u64, BenchError>;
+
+    /// The same by another process with images of its own, of slot 0, while this one waits. None where
+    /// it makes no difference who copies.
+    fn elsewhere(
+        &mut self,
+        save: Option<Raw>,
+        restore: Option<Raw>,
+    ) -> Result<Option<u64>, BenchError>;
 }

@@ -185,6 +185,10 @@ impl Field for HostField {
         }
         Ok(clock::now_ns() - begin)
     }
+
+    fn elsewhere(&mut self, _: Option<Raw>, _: Option<Raw>) -> Result<Option<u64>, BenchError> {
+        Ok(None)
+    }
 }
 
 fn sealed(bytes: u64) -> rustix::io::Result<OwnedFd> {

@@ -7,6 +7,7 @@
 mod bars;
 mod busy;
 mod cuda;
+mod elsewhere;
 mod engine;
 mod field;
 mod host;
@@ -28,6 +29,7 @@ use crate::part::{Answer, Job, Work};
 use crate::process;
 use crate::report::Report;
 pub(crate) use busy::Busy;
+pub(crate) use elsewhere::Visitor;
 pub(crate) use engine::{Copies, Engine, Op, Order};
 use results::{Beside, Results};
 pub use shape::{SHAPES, Shape};

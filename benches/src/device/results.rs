@@ -15,8 +15,11 @@ struct Found {
     way: String,
     ours_us: Vec<f64>,
     raw_us: Vec<f64>,
-    /// Ours over raw of each pair.
+    /// Raw copies of another process; none in host memory.
+    elsewhere_us: Vec<f64>,
+    /// Ours over raw of each pair, and over raw elsewhere.
     ratios: Vec<f64>,
+    ratios_elsewhere: Vec<f64>,
 }
 
 impl Found {
@@ -52,15 +55,20 @@ impl Results {
                         way: copies.way,
                         ours_us: Vec::new(),
                         raw_us: Vec::new(),
+                        elsewhere_us: Vec::new(),
                         ratios: Vec::new(),
+                        ratios_elsewhere: Vec::new(),
                     });
                     self.found.last_mut().expect("pushed just now")
                 }
             };
             let (ours, raw) = (in_us(&copies.ours_ns), in_us(&copies.raw_ns));
-            found.ratios.extend(ours.iter().zip(&raw).map(|(ours, raw)| ours / raw));
+            let elsewhere = in_us(&copies.elsewhere_ns);
+            found.ratios.extend(ratios(&ours, &raw));
+            found.ratios_elsewhere.extend(ratios(&ours, &elsewhere));
             found.ours_us.extend(ours);
             found.raw_us.extend(raw);
+            found.elsewhere_us.extend(elsewhere);
             self.delivery_ns.extend(copies.delivery_ns.iter().map(|ns| *ns as f64));
         }
     }
@@ -68,6 +76,7 @@ impl Results {
     /// The list of the contract. A word that differs ends the benchmark before there is a list.
     pub(super) fn to_json(&self) -> Value {
         let result = |found: &Found| {
+            let known = |values: &[f64]| (!values.is_empty()).then(|| number(median(values)));
             json!({
                 "shape": found.shape.name,
                 "op": found.op.label(),
@@ -78,6 +87,8 @@ impl Results {
                 "raw_us_p50": number(median(&found.raw_us)),
                 "raw_method": found.way,
                 "ratio": number(median(&found.ratios)),
+                "raw_elsewhere_us_p50": known(&found.elsewhere_us),
+                "ratio_over_raw_elsewhere": known(&found.ratios_elsewhere),
                 "gb_per_s": number(found.gb_per_s()),
                 "mismatches": 0,
                 "samples": found.ours_us.len(),
@@ -110,6 +121,11 @@ impl Results {
             rows.push(row(name("ours_us"), &found.ours_us));
             rows.push(row(name(&format!("raw_us[{}]", found.way)), &found.raw_us));
             rows.push(row(name("ratio"), &found.ratios));
+            if !found.elsewhere_us.is_empty() {
+                let place = format!("raw_elsewhere_us[{}]", found.way);
+                rows.push(row(name(&place), &found.elsewhere_us));
+                rows.push(row(name("ratio_over_raw_elsewhere"), &found.ratios_elsewhere));
+            }
             rows.push(row(name("gb_per_s"), &gb.collect::<Vec<_>>()));
         }
         rows.push(row("delivery_ns".to_owned(), &self.delivery_ns));
@@ -176,6 +192,11 @@ fn side(copies: &Copies) -> (&'static str, Vec<f64>, &str) {
     }
 }
 
+/// Of each pair.
+fn ratios<'a>(ours: &'a [f64], raw: &'a [f64]) -> impl Iterator<Item = f64> + 'a {
+    ours.iter().zip(raw).map(|(ours, raw)| ours / raw)
+}
+
 fn in_us(ns: &[u64]) -> Vec<f64> {
     ns.iter().map(|ns| *ns as f64 / 1e3).collect()
 }
@@ -207,6 +228,7 @@ mod tests {
             op,
             ours_ns: ours_ns.into(),
             raw_ns: raw_ns.into(),
+            elsewhere_ns: raw_ns.iter().map(|ns| 2 * ns).collect(),
             way,
             delivery_ns: vec![-5, 70],
         }
@@ -229,6 +251,10 @@ mod tests {
         assert_eq!(
             (&save["ours_us_p50"], &save["raw_us_p50"], &save["ratio"]),
             (&json!(3), &json!(2), &json!(1.5))
+        );
+        assert_eq!(
+            (&save["raw_elsewhere_us_p50"], &save["ratio_over_raw_elsewhere"]),
+            (&json!(4), &json!(0.75))
         );
         assert_eq!((&both["ours_us_p99"], &both["gb_per_s"]), (&json!(12), &json!(0.8192)));
         assert_eq!(results.delivery()["p99"], 70);

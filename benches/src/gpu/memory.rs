@@ -1,6 +1,6 @@
 //! Memory of the GPU and pinned memory of the host.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -11,6 +11,7 @@ use cudarc::driver::sys::{
     CUmemLocationType,
 };
 use orbitkv_engine::cuda::CudaError;
+use orbitkv_shm_protocol::bootstrap::message::MemorySpec;
 
 use super::ADVICE;
 
@@ -96,6 +97,45 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: allocated once, freed once.
         let _freed = unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
+/// Memory of another process on the GPU, opened by CUDA IPC.
+#[derive(Debug)]
+pub struct Imported {
+    base: CUdeviceptr,
+    offset: u64,
+}
+
+impl Imported {
+    /// Opens what the other process exported.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    ///
+    /// # Panics
+    /// When it is no memory of a GPU.
+    pub fn open(spec: &MemorySpec) -> Result<Self, CudaError> {
+        let MemorySpec::Cuda { handle, offset, .. } = spec else { panic!("memory of a GPU") };
+        let handle = sys::CUipcMemHandle { reserved: handle.0.map(|byte| byte as c_char) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut base = 0;
+        // SAFETY: only writes `base`; the driver checks the handle. Closed in `drop`.
+        let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut base, handle, flags) };
+        CudaError::check(opened, "open memory of another process", ADVICE)?;
+        Ok(Self { base, offset: *offset })
+    }
+
+    /// First address of what was exported, for this process.
+    pub fn address(&self) -> CUdeviceptr {
+        self.base + self.offset
+    }
+}
+
+impl Drop for Imported {
+    fn drop(&mut self) {
+        // SAFETY: opened once, closed once.
+        let _closed = unsafe { sys::cuIpcCloseMemHandle(self.base) };
     }
 }
 

@@ -12,6 +12,7 @@ use ringbuf::{HeapCons, HeapProd, HeapRb};
 
 use super::{CopyCommand, CopyEnd};
 use crate::clock::Clock;
+use crate::core::Nanos;
 
 /// Longest sleep of an idle thread. Nothing depends on it: a submit wakes the thread.
 const PARK_MAX: Duration = Duration::from_secs(1);
@@ -165,9 +166,16 @@ impl Queues {
         self.commands.try_pop()
     }
 
-    /// Tells an end, stamped with the time.
-    pub(super) fn end(&mut self, end: CopyEnd) {
-        let end = CopyEnd { ended_ns: self.clock.now(), ..end };
+    /// The time of an end.
+    pub(super) fn now(&self) -> Nanos {
+        self.clock.now()
+    }
+
+    /// Tells an end, stamped with the time if it has none.
+    pub(super) fn end(&mut self, mut end: CopyEnd) {
+        if end.ended_ns == 0 {
+            end.ended_ns = self.clock.now();
+        }
         // Cannot be full, see `Lane::start`.
         let pushed = self.ends.try_push(end);
         debug_assert!(pushed.is_ok(), "no room for the end of a copy");

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use orbitkv_shm_protocol::segment::DoneWords;
+use orbitkv_shm_protocol::telemetry::CopyMethod;
 
 use crate::core::{CopyFault, CopyPage, Direction, Nanos, RegionKind, Ticket};
 
@@ -159,6 +160,24 @@ pub struct CopyCommand {
     pub checksums: Vec<u64>,
 }
 
+/// What moved how much: copies and bytes by [`CopyMethod`].
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Moved([(u64, u64); CopyMethod::ALL.len()]);
+
+impl Moved {
+    /// Adds copies of so many bytes together.
+    pub fn add(&mut self, method: CopyMethod, copies: u64, bytes: u64) {
+        let (known_copies, known_bytes) = &mut self.0[method as usize];
+        *known_copies += copies;
+        *known_bytes += bytes;
+    }
+
+    /// Copies and bytes of one method.
+    pub fn of(&self, method: CopyMethod) -> (u64, u64) {
+        self.0[method as usize]
+    }
+}
+
 /// How a command ended.
 pub struct CopyEnd {
     /// Of the command.
@@ -169,8 +188,10 @@ pub struct CopyEnd {
     pub pages_done: u32,
     /// Why not all of them are.
     pub error: Option<CopyError>,
-    /// When the device saw it.
+    /// When the device first saw the last byte in place, or the end where that never came.
     pub ended_ns: Nanos,
+    /// What was ordered for it.
+    pub moved: Moved,
     /// Saves: xxh3-64 of the first `pages_done` images. Restores: empty.
     pub checksums: Vec<u64>,
     /// Of the command, for reuse.

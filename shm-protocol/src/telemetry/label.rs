@@ -190,6 +190,20 @@ label_enum! {
 }
 
 label_enum! {
+    /// What moved the bytes of a copy.
+    CopyMethod, "method" {
+        /// A core: pages in host memory.
+        Cpu => "cpu",
+        /// An order to the copy engine of a GPU for bytes side by side.
+        Engine => "engine",
+        /// An order to the copy engine for rows at an even distance.
+        Strided => "strided",
+        /// A launch of a kernel for many rows.
+        Kernel => "kernel",
+    }
+}
+
+label_enum! {
     /// Why a copy stopped before its last page.
     DeviceFault, "reason" {
         /// The engine's memory is gone, shorter than registered, or no longer the engine's.

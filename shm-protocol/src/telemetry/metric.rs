@@ -4,8 +4,8 @@
 //! [`super::LAYOUT_FINGERPRINT`].
 
 use super::label::{
-    CloseReason, CopyDirection, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState, PrepareOutcome,
-    Reason, RefuseReason, SpillOutcome, SsdFault, SsdRetry, SsdStop,
+    CloseReason, CopyDirection, CopyMethod, DeviceFault, HeldIn, Label, LeaseEnd, ManagerState,
+    PrepareOutcome, Reason, RefuseReason, SpillOutcome, SsdFault, SsdRetry, SsdStop,
 };
 use crate::record::{Code, RequestKind, Status};
 
@@ -230,6 +230,10 @@ metrics! {
     DeviceCopiedBytes(direction: CopyDirection) => Counter Bytes "orbitkv_device_copied_bytes_total";
     /// Pages copied between engine memory and DRAM.
     DeviceCopiedPages(direction: CopyDirection) => Counter Pages "orbitkv_device_copied_pages_total";
+    /// Copies that were ordered, as they were ordered: a page may be many and many pages one.
+    DeviceMethodCopies(method: CopyMethod) => Counter Count "orbitkv_device_method_copies_total";
+    /// Bytes of these copies, those of operations that failed or were cancelled too.
+    DeviceMethodBytes(method: CopyMethod) => Counter Bytes "orbitkv_device_method_bytes_total";
     /// Copies that stopped before their last page.
     DeviceFaults(reason: DeviceFault) => Counter Count "orbitkv_device_faults_total";
 

@@ -114,6 +114,13 @@ pub(super) struct Expected {
     trial: bool,
 }
 
+impl Expected {
+    /// The whole batch.
+    pub(super) fn time(&self) -> Duration {
+        Duration::from_nanos(self.orders_ns + self.kernel_ns)
+    }
+}
+
 /// What was seen of a batch. Both times are bounds from below, so that a thread that looked late never
 /// makes a batch slow.
 #[derive(Clone, Copy, Debug)]
@@ -173,20 +180,19 @@ impl Choice {
 
     /// The better method for more of a batch.
     pub(super) fn method(&self, batch: &mut Expected, work: &Work) -> Method {
-        if let Some(only) = self.only {
-            return only;
-        }
         let (by_orders, by_kernel) = (self.costs.by_orders(work), self.costs.by_kernel(work));
-        // A trial supposes that multiprocessors are free.
-        let slowed = if batch.trial { self.orders } else { self.kernel };
-        let worth = by_kernel as f64 * slowed * WORTH < by_orders as f64 * self.orders;
-        if batch.kernel && worth {
-            batch.kernel_ns += by_kernel;
-            Method::Kernel
-        } else {
-            batch.orders_ns += by_orders;
-            Method::Orders
+        let better = || {
+            // A trial supposes that multiprocessors are free.
+            let slowed = if batch.trial { self.orders } else { self.kernel };
+            let worth = by_kernel as f64 * slowed * WORTH < by_orders as f64 * self.orders;
+            if batch.kernel && worth { Method::Kernel } else { Method::Orders }
+        };
+        let method = self.only.unwrap_or_else(better);
+        match method {
+            Method::Kernel => batch.kernel_ns += by_kernel,
+            Method::Orders => batch.orders_ns += by_orders,
         }
+        method
     }
 
     /// A batch is ordered, or a part of it with which the driver `refused` to go on.
@@ -203,6 +209,14 @@ impl Choice {
 
     /// Learns from a batch; true when there is nothing more to learn from it.
     pub(super) fn learn(&mut self, batch: &Expected, seen: Seen, now: Instant) -> bool {
+        if seen.ended && seen.at_least.is_zero() {
+            // Seen in one look with the end of the batch before it, or ordered since the last look:
+            // such a bound says nothing. A trial is still to come.
+            if let Some(pause) = self.pause.as_mut().filter(|_| batch.trial) {
+                pause.trial = false;
+            }
+            return true;
+        }
         // Who shares the bus gets half of it.
         let share = if seen.shared { 2.0 } else { 1.0 };
         let took = seen.at_least.saturating_sub(SLACK).as_nanos() as f64 / share;
@@ -352,6 +366,35 @@ mod tests {
         let mut choice = measured(now);
         assert_eq!(run(&mut choice, &work(1, 72), 1.0, now), Method::Orders);
         assert_eq!(run(&mut choice, &many_small(), 1.0, now), Method::Kernel);
+    }
+
+    /// Goal: a batch of which nothing is known but that it has ended changes nothing. Method: such
+    /// batches among slow ones, and as a trial.
+    #[test]
+    fn a_batch_seen_with_the_end_of_the_one_before_teaches_nothing() {
+        let start = now();
+        let unknown = Seen { at_least: Duration::ZERO, ended: true, shared: false };
+        let mut choice = measured(start);
+        let unseen = |choice: &mut Choice, now| {
+            let mut batch = choice.begin(now);
+            let method = choice.method(&mut batch, &many_small());
+            choice.ordered(&batch, false, now);
+            assert!(choice.learn(&batch, unknown, now));
+            method
+        };
+        // As a trial: the pause goes on, and the next batch is the trial.
+        assert_eq!(unseen(&mut choice, start), Method::Kernel);
+        assert!(choice.pause().is_some(), "the kernel was not seen to keep to its time");
+        assert_eq!(run(&mut choice, &many_small(), 1.0, start), Method::Kernel);
+        assert_eq!(choice.pause(), None);
+        // Between batches that take twice their time.
+        let mut methods = vec![];
+        for _ in 0..3 {
+            methods.push(run(&mut choice, &many_small(), 2.0, start));
+            methods.push(unseen(&mut choice, start));
+        }
+        let (kernel, orders) = (Method::Kernel, Method::Orders);
+        assert_eq!(methods, [kernel, kernel, kernel, orders, orders, orders]);
     }
 
     #[test]

@@ -33,7 +33,7 @@ use orbitkv_shm_protocol::spin::Spin;
 use super::lane::{Lane, Queues};
 use super::{
     COMMANDS_MAX, CopyCommand, CopyEnd, CopyError, Device, DeviceEvent, DeviceMemory, DeviceRegion,
-    PeerHandle,
+    Moved, PeerHandle,
 };
 use crate::clock::Clock;
 use crate::image::ImageMemory;
@@ -160,6 +160,7 @@ impl Device for CudaDevice {
                     pages_done: 0,
                     error,
                     ended_ns: Clock::monotonic().now(),
+                    moved: Moved::default(),
                     checksums,
                     pages,
                 });

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use orbitkv_shm_protocol::bootstrap::message::{MemorySpec, RegionSpec, SegmentSpec};
+use orbitkv_shm_protocol::telemetry::CopyMethod;
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
@@ -67,6 +68,7 @@ fn a_refused_copy_fails_its_command_alone_once_what_was_ordered_has_ended() {
     assert!(matches!(end.error, Some(CopyError::GpuRefused { gpu: 0, .. })), "{:?}", end.error);
     assert_eq!(end.pages_done, 0, "pages of a chunk that is not whole do not count");
     assert_eq!(twins.switches.moved.load(Ordering::Acquire), 3 * PAGE);
+    assert_eq!(end.moved.of(CopyMethod::Engine), (3, 3 * PAGE));
     assert!(!end.error.is_some_and(CopyError::ends_session));
     twins.switches.refuse_after.store(0, Ordering::Release);
     let again = pages(&mut bench, 3..4);
@@ -155,10 +157,13 @@ fn a_launch_takes_many_rectangles_and_a_refused_one_none() {
     let mut bench = bench(&twins);
     let images = scattered(&mut bench, &region, all);
     let command = bench.command(Direction::Save, &region, images.clone());
-    assert_eq!(bench.run(command).error, None);
+    let end = bench.run(command);
+    assert_eq!(end.error, None);
     assert_eq!(ordered(&twins), [0, 2]);
     let moved = twins.switches.moved.load(Ordering::Acquire);
     assert_eq!(moved, u64::from(all) * SMALL);
+    let told = CopyMethod::ALL.iter().map(|method| end.moved.of(*method)).collect::<Vec<_>>();
+    assert_eq!(told, [(0, 0), (0, 0), (0, 0), (2, moved)]);
 
     images.iter().for_each(|page| bench.fill(page.extent, &[0; SMALL as usize]));
     twins.switches.refuse_after.store(3, Ordering::Release);

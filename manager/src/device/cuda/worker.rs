@@ -19,13 +19,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use orbitkv_shm_protocol::telemetry::CopyMethod;
+
 use super::driver::CudaError;
 use super::method::{Choice, Expected, Method, Seen, Work};
 use super::plan::{Page, Plan, Rect};
 use super::table::{RECTS, Table};
-use crate::core::{Direction, Extent};
+use crate::core::{Direction, Extent, Nanos};
 use crate::device::lane::{Queues, State};
-use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory};
+use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory, Moved};
 use crate::image::ImageMemory;
 
 /// Streams of a GPU: each direction has one for short commands and one for long ones, which share
@@ -38,10 +40,14 @@ const SHORT_BYTES_MAX: u64 = 2 << 20;
 const BATCH_BYTES: u64 = 16 << 20;
 /// A batch that lacks no more than this is not filled up with the beginning of what comes next.
 const BATCH_REST: u64 = BATCH_BYTES / 8;
+/// Most bytes of the last batch of a command: a small rest goes along, without a launch and a mark of
+/// its own.
+const LAST_BATCH_BYTES_MAX: u64 = BATCH_BYTES / 4 * 5;
 /// Batches in flight on a stream: one that runs and one behind it. Short ones are smaller.
 const BATCHES_MAX: [usize; 2] = [16, 2];
-/// Pages whose rectangles are worked out at once: one of each fills a launch.
-const CHUNK_PAGES: usize = RECTS;
+/// Pages whose rectangles are worked out at once: as many as a batch takes, so that a rectangle across
+/// pages is not cut for nothing. One of each of the fewest fills a launch.
+const CHUNK_PAGES: [usize; 2] = [RECTS, 1024];
 /// A restore's single row below this is cut into two: as one it would not go through the copy engine
 /// but wait for the engine's kernels.
 const ROW_BYTES_MIN: u64 = 64 << 10;
@@ -49,7 +55,9 @@ const ROW_BYTES_MIN: u64 = 64 << 10;
 const DOUBT: Duration = Duration::from_millis(20);
 /// Pause between two looks at whether the engines behind waiting fences live.
 const PEER_PAUSE: Duration = Duration::from_millis(5);
-/// How long the thread spins after the last thing that happened while anything is in flight.
+/// How long the thread spins after the last thing that happened while anything is in flight, on top of
+/// twice the time that the batches in flight should take: a thread that sleeps sees an end 50 to 150 µs
+/// late.
 const SPIN: Duration = Duration::from_micros(200);
 /// Pause between two looks after that.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -110,12 +118,18 @@ struct Running {
     layer: usize,
     next_page: usize,
     rects: VecDeque<Rect>,
+    chunk_pages: usize,
+    /// Bytes that are not ordered yet.
+    bytes_left: u64,
     /// Batches in flight.
     batches: u32,
     /// Nothing more is to be ordered.
     ordered: bool,
     pages_done: u32,
     error: Option<CopyError>,
+    /// When its last done word was first seen.
+    seen_ns: Nanos,
+    moved: Moved,
 }
 
 /// What is in flight on a stream, in order.
@@ -125,6 +139,8 @@ struct Batch {
     /// Pages of the command that are in place with it.
     pages_done: u32,
     ordered_at: Instant,
+    /// What it should take.
+    time: Duration,
     /// What can still be learned from it.
     expected: Option<Expected>,
     /// The last batch of the direction's other stream when it was ordered, if that had ended.
@@ -299,6 +315,8 @@ impl Worker {
         let bytes = u64::from(command.image_bytes) * pages.len() as u64;
         let long = usize::from(bytes > SHORT_BYTES_MAX);
         let stream = command.direction as usize * 2 + long;
+        let batch_pages = LAST_BATCH_BYTES_MAX / u64::from(command.image_bytes.max(1));
+        let [least, most] = CHUNK_PAGES;
         Ok(Running {
             command,
             plan,
@@ -307,10 +325,14 @@ impl Worker {
             layer: 0,
             next_page: 0,
             rects: VecDeque::new(),
+            chunk_pages: (batch_pages as usize).clamp(least, most),
+            bytes_left: bytes,
             batches: 0,
             ordered: false,
             pages_done: 0,
             error: None,
+            seen_ns: 0,
+            moved: Moved::default(),
         })
     }
 
@@ -404,6 +426,7 @@ impl Worker {
             command: place,
             pages_done: running.pages_ordered(),
             ordered_at,
+            time: expected.time(),
             expected: ordered.is_ok().then_some(expected),
             beside,
         });
@@ -425,6 +448,7 @@ impl Worker {
             if self.streams[stream].in_flight.is_empty() {
                 continue;
             }
+            self.look_at_done_word(stream);
             let reached = self.engine.reached(stream);
             let ended = |batch: &Batch| {
                 // Far fewer than half of all numbers are in flight.
@@ -443,6 +467,20 @@ impl Worker {
         }
         self.marks_looked_at = now;
         progress
+    }
+
+    /// Takes note of when the first command of a stream has its last byte in place: what an engine sees
+    /// that polls, and before the mark behind it.
+    fn look_at_done_word(&mut self, stream: usize) {
+        let Some(batch) = self.streams[stream].in_flight.front() else { return };
+        let Some(running) = &mut self.commands[batch.command] else { return };
+        if running.ordered
+            && running.seen_ns == 0
+            && let Some(done) = &running.command.done
+            && done.words.load(done.operation_index, done.count - 1) == done.value
+        {
+            running.seen_ns = self.queues.now();
+        }
     }
 
     /// Looks at how long the first batch in flight of a stream took, or has been taking.
@@ -480,7 +518,9 @@ impl Worker {
         }
         let Some(running) = self.commands[place].take() else { return };
         self.free.push(place);
-        self.queues.end(end(running.command, running.pages_done, running.error));
+        let (ended_ns, moved) = (running.seen_ns, running.moved);
+        let end = end(running.command, running.pages_done, running.error);
+        self.queues.end(CopyEnd { ended_ns, moved, ..end });
     }
 
     /// The GPU failed for good: nothing more is ordered.
@@ -529,7 +569,9 @@ impl Worker {
                 }
             }
         }
-        if quiet < SPIN {
+        let in_flight = self.streams.iter().filter_map(|stream| stream.in_flight.front());
+        let time = in_flight.map(|batch| batch.time).max().unwrap_or_default();
+        if quiet < SPIN + 2 * time {
             std::hint::spin_loop();
         } else {
             // A submit wakes it.
@@ -547,7 +589,8 @@ impl Running {
         table: &mut Table,
         mut choose: impl FnMut(&Work) -> Method,
     ) -> Result<(), CudaError> {
-        let mut left = BATCH_BYTES;
+        let last = self.bytes_left <= LAST_BATCH_BYTES_MAX;
+        let mut left = if last { self.bytes_left + BATCH_REST + 1 } else { BATCH_BYTES };
         while left > BATCH_REST && !self.ordered {
             if self.rects.is_empty() {
                 self.next_chunk();
@@ -559,6 +602,7 @@ impl Running {
                         // SAFETY: as in `copy_each`.
                         unsafe { engine.copy_rows(stream, table) }?;
                         self.take(work.bytes());
+                        self.moved.add(CopyMethod::Kernel, 1, work.bytes());
                         work.bytes()
                     }
                     _ => self.copy_each(engine, stream, work.rects.max(1), left)?,
@@ -607,6 +651,8 @@ impl Running {
             unsafe { engine.copy(stream, self.command.direction, &copy) }?;
             // Only now: what was refused counts as left.
             self.take(head.bytes());
+            let method = if head.rows > 1 { CopyMethod::Strided } else { CopyMethod::Engine };
+            self.moved.add(method, 1, head.bytes());
             bytes += head.bytes();
         }
         Ok(bytes)
@@ -614,6 +660,7 @@ impl Running {
 
     /// So many of the next bytes are ordered. They end where `split_at` cut, which cuts there again.
     fn take(&mut self, mut bytes: u64) {
+        self.bytes_left = self.bytes_left.saturating_sub(bytes);
         while let Some(rect) = self.rects.front_mut().filter(|_| bytes > 0) {
             let (head, tail) = rect.split_at(bytes);
             bytes = bytes.saturating_sub(head.bytes());
@@ -625,7 +672,7 @@ impl Running {
     }
 
     fn next_chunk(&mut self) {
-        let last = self.pages.len().min(self.next_page + CHUNK_PAGES);
+        let last = self.pages.len().min(self.next_page + self.chunk_pages);
         self.plan.rects(self.layer, &self.pages[self.next_page..last], &mut self.rects);
         self.next_page = last;
     }
@@ -662,7 +709,7 @@ impl Running {
             return 0;
         }
         // The pages of the chunk under way count when it is over.
-        let under_way = if self.rects.is_empty() { 0 } else { CHUNK_PAGES };
+        let under_way = if self.rects.is_empty() { 0 } else { self.chunk_pages };
         self.next_page.saturating_sub(under_way) as u32
     }
 }
@@ -709,5 +756,6 @@ fn peer_lives(command: &CopyCommand) -> Result<(), CopyError> {
 
 fn end(command: CopyCommand, pages_done: u32, error: Option<CopyError>) -> CopyEnd {
     let CopyCommand { ticket, direction, pages, checksums, .. } = command;
-    CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, checksums, pages }
+    let moved = Moved::default();
+    CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, moved, checksums, pages }
 }

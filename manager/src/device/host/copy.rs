@@ -1,9 +1,11 @@
 //! One command on its way: cut into steps of bounded size, each a list of contiguous pieces.
 
+use orbitkv_shm_protocol::telemetry::CopyMethod;
+
 use super::memory::HostMemory;
 use super::process;
 use crate::core::{CopyPage, Direction, Extent};
-use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory, DeviceRegion, Fence};
+use crate::device::{CopyCommand, CopyEnd, CopyError, DeviceMemory, DeviceRegion, Fence, Moved};
 use crate::image::{DramSlice, ImageMemory};
 
 /// Image bytes that one step moves at most.
@@ -120,7 +122,9 @@ impl Running {
     pub(super) fn finish(self, error: Option<CopyError>) -> CopyEnd {
         let pages_done = self.pages_done() as u32;
         let CopyCommand { ticket, direction, pages, checksums, .. } = self.command;
-        CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, checksums, pages }
+        let mut moved = Moved::default();
+        moved.add(CopyMethod::Cpu, pages_done.into(), self.position);
+        CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, moved, checksums, pages }
     }
 
     /// Layers that are copied one after the other.
