@@ -198,6 +198,8 @@ label_enum! {
         Engine => "engine",
         /// An order to the copy engine for rows at an even distance.
         Strided => "strided",
+        /// One of many copies that the driver took in one call, for bytes side by side.
+        Batch => "batch",
         /// A launch of a kernel for many rows.
         Kernel => "kernel",
     }

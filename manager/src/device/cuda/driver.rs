@@ -341,6 +341,26 @@ impl Function {
     }
 }
 
+/// What the driver is told of copies that it takes in one call, kept so that it is not allocated for
+/// each.
+#[derive(Debug)]
+pub(super) struct Batch {
+    to: Vec<sys::CUdeviceptr>,
+    from: Vec<sys::CUdeviceptr>,
+    bytes: Vec<usize>,
+}
+
+impl Batch {
+    /// `None` with a driver before 12.8.
+    pub(super) fn new() -> Option<Self> {
+        // SAFETY: the driver is on this host: it was asked for GPUs before.
+        let library = unsafe { sys::culib() };
+        // SAFETY: the symbol is looked for, not used.
+        let symbol = unsafe { library.get::<*const c_void>(b"cuMemcpyBatchAsync\0") };
+        symbol.ok().map(|_| Self { to: Vec::new(), from: Vec::new(), bytes: Vec::new() })
+    }
+}
+
 /// A queue of copies, kernels and stores that run in their order. Destroyed by the driver with the context.
 #[derive(Debug)]
 pub(super) struct Stream(sys::CUstream);
@@ -391,6 +411,51 @@ impl Stream {
         }
         // SAFETY: the caller's promise; the driver copies the description before it returns.
         check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.0) })
+    }
+
+    /// Orders copies of single rows between memory of the GPU and registered host memory, in no order
+    /// among them. What is refused may have been ordered in part.
+    ///
+    /// # Safety
+    /// As [`copy`](Self::copy), for each of `rects`.
+    pub(super) unsafe fn copy_batch(
+        &self,
+        batch: &mut Batch,
+        direction: Direction,
+        rects: &[Rect],
+    ) -> Result<(), CudaError> {
+        let Batch { to, from, bytes } = batch;
+        let (device, host) = match direction {
+            Direction::Restore => (&mut *to, &mut *from),
+            Direction::Save => (&mut *from, &mut *to),
+        };
+        device.clear();
+        device.extend(rects.iter().map(|rect| rect.device));
+        host.clear();
+        host.extend(rects.iter().map(|rect| rect.host));
+        bytes.clear();
+        bytes.extend(rects.iter().map(|rect| rect.width as usize));
+        // SAFETY: all of its fields are numbers and enumerations that have a zero.
+        let mut attributes: sys::CUmemcpyAttributes =
+            unsafe { MaybeUninit::zeroed().assume_init() };
+        attributes.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        let (mut all_from, mut failed) = (0, 0);
+        // SAFETY: the caller's promise; the arrays have one length, and the driver reads them before it
+        // returns.
+        let result = unsafe {
+            sys::cuMemcpyBatchAsync(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                bytes.as_mut_ptr(),
+                rects.len(),
+                &raw mut attributes,
+                &raw mut all_from,
+                1,
+                &raw mut failed,
+                self.0,
+            )
+        };
+        check("cuMemcpyBatchAsync", result)
     }
 
     /// Orders a kernel of one parameter in `blocks` blocks of `threads` threads.

@@ -36,7 +36,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(1600);
 /// A way to copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Method {
-    /// An order to the copy engine for each rectangle.
+    /// An order to the copy engine for each rectangle, or one for many of a single long row.
     Orders,
     /// One launch for many.
     Kernel,
@@ -47,6 +47,8 @@ pub(super) enum Method {
 pub(super) struct Costs {
     /// Of an order, on top of its bytes.
     pub(super) order_ns: u64,
+    /// Of a rectangle that goes with many others in one order, on top of its bytes.
+    pub(super) batched_ns: u64,
     /// Of the copy engine.
     pub(super) order_bytes_per_us: u64,
     /// Of a launch, on top of its bytes.
@@ -63,6 +65,7 @@ impl Costs {
     /// are the same to both methods, which [`Choice`] sees.
     pub(super) const OF_H200: Self = Self {
         order_ns: 2600,
+        batched_ns: 450,
         order_bytes_per_us: 54_000,
         launch_ns: 8000,
         kernel_bytes_per_us: 50_000,
@@ -70,7 +73,10 @@ impl Costs {
     };
 
     fn by_orders(&self, work: &Work) -> u64 {
-        work.rects * self.order_ns + 1000 * (work.bytes + work.odd_bytes) / self.order_bytes_per_us
+        let ordered = work.rects - work.batched;
+        ordered * self.order_ns
+            + work.batched * self.batched_ns
+            + 1000 * (work.bytes + work.odd_bytes) / self.order_bytes_per_us
     }
 
     fn by_kernel(&self, work: &Work) -> u64 {
@@ -84,6 +90,8 @@ impl Costs {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(super) struct Work {
     pub(super) rects: u64,
+    /// Those of them that can go with others in one order.
+    batched: u64,
     /// In rectangles that the kernel moves at its speed.
     bytes: u64,
     /// In others.
@@ -93,6 +101,7 @@ pub(super) struct Work {
 impl Work {
     pub(super) fn add(&mut self, rect: &Rect) {
         self.rects += 1;
+        self.batched += u64::from(rect.is_batched());
         match unit_bytes(rect) {
             1 => self.odd_bytes += rect.bytes(),
             _ => self.bytes += rect.bytes(),

@@ -8,6 +8,10 @@
 
 use crate::device::region::{DeviceRegion, Run};
 
+/// A single row of so many bytes can go with others in one order: shorter ones would wait for the
+/// engine's kernels.
+const BATCHED_BYTES_MIN: u64 = 64 << 10;
+
 /// Bytes in rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Rect {
@@ -28,6 +32,11 @@ pub(super) struct Rect {
 impl Rect {
     pub(super) fn bytes(&self) -> u64 {
         self.width * self.rows
+    }
+
+    /// Whether it can go with others in one order.
+    pub(super) fn is_batched(&self) -> bool {
+        self.rows == 1 && self.width >= BATCHED_BYTES_MIN
     }
 
     /// One row where the rows touch each other on both sides.

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use super::driver::{CudaError, PinnedWords, Stream};
+use super::driver::{Batch, CudaError, PinnedWords, Stream};
 use super::gpu::Gpu;
 use super::kernel::Kernel;
 use super::method::{Choice, Costs, Method};
@@ -18,6 +18,8 @@ pub(super) struct Streams {
     marks: PinnedWords,
     /// Unless the driver does not take it.
     kernel: Option<Kernel>,
+    /// Unless the driver takes no batches.
+    batch: Option<Batch>,
     pitch_max: u64,
 }
 
@@ -37,7 +39,8 @@ impl Streams {
             );
         };
         let kernel = Kernel::load().inspect_err(too_old).ok();
-        Ok(Self { streams, marks, kernel, pitch_max: gpu.pitch_max() })
+        let batch = Batch::new();
+        Ok(Self { streams, marks, kernel, batch, pitch_max: gpu.pitch_max() })
     }
 }
 
@@ -50,6 +53,29 @@ impl CopyEngine for Streams {
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe { self.streams[stream].copy(direction, rect) }
+    }
+
+    unsafe fn copy_batch(
+        &mut self,
+        stream: usize,
+        direction: Direction,
+        rects: &[Rect],
+    ) -> Result<(), CudaError> {
+        if let Some(batch) = &mut self.batch {
+            // SAFETY: the caller's promise.
+            let Err(error) = (unsafe { self.streams[stream].copy_batch(batch, direction, rects) })
+            else {
+                return Ok(());
+            };
+            tracing::warn!(%error, "the driver takes no copies by the batch, from now on one by one");
+            self.batch = None;
+        }
+        // What a batch that failed may have ordered is copied once more, behind it.
+        for rect in rects {
+            // SAFETY: the caller's promise.
+            unsafe { self.streams[stream].copy(direction, rect) }?;
+        }
+        Ok(())
     }
 
     unsafe fn copy_rows(&mut self, stream: usize, table: &Table) -> Result<(), CudaError> {
@@ -82,8 +108,12 @@ impl CopyEngine for Streams {
     }
 
     fn choice(&self) -> Choice {
+        let mut costs = Costs::OF_H200;
+        if self.batch.is_none() {
+            costs.batched_ns = costs.order_ns;
+        }
         match self.kernel {
-            Some(_) => Choice::measured(Costs::OF_H200, Instant::now()),
+            Some(_) => Choice::measured(costs, Instant::now()),
             None => Choice::only(Method::Orders),
         }
     }

@@ -149,6 +149,40 @@ fn ordered(twins: &Twins) -> [u64; 2] {
     twins.switches.ordered.each_ref().map(|count| count.load(Ordering::Acquire))
 }
 
+/// Goal: long rows that cannot be joined go in one call, but for the last, which a store may follow.
+#[test]
+fn long_rows_go_by_the_batch() {
+    const LONG: u64 = 64 << 10;
+    let twins = Twins::only(Method::Orders);
+    let memory = TwinMemory::new(40 * LONG);
+    let segments = vec![SegmentSpec { memory: 0, offset: 0, stride: LONG, length: LONG, layer: 0 }];
+    let spec = RegionSpec { scope: 0, pages: 40, segments };
+    let region = DeviceRegion::new(&spec, LONG, |_| Some(memory.handle())).expect("layout");
+    let region = Arc::new(region);
+    let mut bench = bench(&twins);
+    // Backwards on the GPU, forwards in the pool.
+    let mut images = vec![];
+    for page in (0..40).rev() {
+        memory.write(u64::from(page) * LONG, &[byte_of(page); LONG as usize]);
+        images.extend(bench.pages(&region, &[page], true));
+    }
+    for count in [40, 5, 4] {
+        let images = &images[..count];
+        images.iter().for_each(|page| bench.fill(page.extent, &[0; LONG as usize]));
+        let command = bench.command(Direction::Save, &region, images.to_vec());
+        let end = bench.run(command);
+        assert_eq!((end.error, end.pages_done as usize), (None, count));
+        let batched = if count > 4 { count as u64 - 1 } else { 0 };
+        assert_eq!(end.moved.of(CopyMethod::Batch), (batched, batched * LONG));
+        let single = count as u64 - batched;
+        assert_eq!(end.moved.of(CopyMethod::Engine), (single, single * LONG));
+        for page in images {
+            let image = bench.image(page.extent, LONG as u32);
+            assert!(image.iter().all(|found| *found == byte_of(page.device_page)));
+        }
+    }
+}
+
 #[test]
 fn a_launch_takes_many_rectangles_and_a_refused_one_none() {
     let twins = Twins::only(Method::Kernel);
@@ -163,7 +197,7 @@ fn a_launch_takes_many_rectangles_and_a_refused_one_none() {
     let moved = twins.switches.moved.load(Ordering::Acquire);
     assert_eq!(moved, u64::from(all) * SMALL);
     let told = CopyMethod::ALL.iter().map(|method| end.moved.of(*method)).collect::<Vec<_>>();
-    assert_eq!(told, [(0, 0), (0, 0), (0, 0), (2, moved)]);
+    assert_eq!(told, [(0, 0), (0, 0), (0, 0), (0, 0), (2, moved)]);
 
     images.iter().for_each(|page| bench.fill(page.extent, &[0; SMALL as usize]));
     twins.switches.refuse_after.store(3, Ordering::Release);

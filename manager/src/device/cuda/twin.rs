@@ -223,6 +223,19 @@ impl CopyEngine for Twin {
         self.order(stream, Order::Copy(direction, *rect))
     }
 
+    unsafe fn copy_batch(
+        &mut self,
+        stream: usize,
+        direction: Direction,
+        rects: &[Rect],
+    ) -> Result<(), CudaError> {
+        for rect in rects {
+            self.count(Method::Orders)?;
+            self.order(stream, Order::Copy(direction, *rect))?;
+        }
+        Ok(())
+    }
+
     unsafe fn copy_rows(&mut self, stream: usize, table: &Table) -> Result<(), CudaError> {
         self.count(Method::Kernel)?;
         self.order(stream, Order::Rows(Box::new(table.clone())))

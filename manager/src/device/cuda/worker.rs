@@ -45,6 +45,8 @@ const BATCH_REST: u64 = BATCH_BYTES / 8;
 const LAST_BATCH_BYTES_MAX: u64 = BATCH_BYTES / 4 * 5;
 /// Batches in flight on a stream: one that runs and one behind it. Short ones are smaller.
 const BATCHES_MAX: [usize; 2] = [16, 2];
+/// Fewer rectangles are ordered one by one.
+const BATCHED_MIN: usize = 4;
 /// Pages whose rectangles are worked out at once: as many as a batch takes, so that a rectangle across
 /// pages is not cut for nothing. One of each of the fewest fills a launch.
 const CHUNK_PAGES: [usize; 2] = [RECTS, 1024];
@@ -74,6 +76,18 @@ pub(super) trait CopyEngine {
         stream: usize,
         direction: Direction,
         rect: &Rect,
+    ) -> Result<(), CudaError>;
+
+    /// Orders copies of [`is_batched`](Rect::is_batched) rectangles, in no order among them, at less cost
+    /// for each than [`copy`](Self::copy).
+    ///
+    /// # Safety
+    /// As [`copy`](Self::copy), for each rectangle.
+    unsafe fn copy_batch(
+        &mut self,
+        stream: usize,
+        direction: Direction,
+        rects: &[Rect],
     ) -> Result<(), CudaError>;
 
     /// Orders the copies of a table, which has at least one, in no order among them.
@@ -118,6 +132,8 @@ struct Running {
     layer: usize,
     next_page: usize,
     rects: VecDeque<Rect>,
+    /// Those that go in one call.
+    batch: Vec<Rect>,
     chunk_pages: usize,
     /// Bytes that are not ordered yet.
     bytes_left: u64,
@@ -325,6 +341,7 @@ impl Worker {
             layer: 0,
             next_page: 0,
             rects: VecDeque::new(),
+            batch: Vec::new(),
             chunk_pages: (batch_pages as usize).clamp(least, most),
             bytes_left: bytes,
             batches: 0,
@@ -641,6 +658,7 @@ impl Running {
     ) -> Result<u64, CudaError> {
         let mut bytes = 0;
         for _ in 0..rects {
+            bytes += self.copy_batch(engine, stream, left.saturating_sub(bytes))?;
             let Some(rect) = self.rects.front() else { break };
             let Some(left) = left.checked_sub(bytes).filter(|left| *left > 0) else { break };
             let (head, _) = rect.split_at(left);
@@ -655,6 +673,37 @@ impl Running {
             self.moved.add(method, 1, head.bytes());
             bytes += head.bytes();
         }
+        Ok(bytes)
+    }
+
+    /// Orders the next rectangles in one call while they are single long rows, about `left` bytes of
+    /// them. The last stays for a copy of its own, which a store may follow.
+    fn copy_batch(
+        &mut self,
+        engine: &mut dyn CopyEngine,
+        stream: usize,
+        left: u64,
+    ) -> Result<u64, CudaError> {
+        let mut bytes = 0;
+        self.batch.clear();
+        for rect in &self.rects {
+            let Some(left) = left.checked_sub(bytes).filter(|left| *left > 0) else { break };
+            let (head, _) = rect.split_at(left);
+            if !head.is_batched() {
+                break;
+            }
+            bytes += head.bytes();
+            self.batch.push(head);
+        }
+        let last = self.batch.pop().map_or(0, |last| last.bytes());
+        if self.batch.len() < BATCHED_MIN {
+            return Ok(0);
+        }
+        let bytes = bytes - last;
+        // SAFETY: as in `copy_each`.
+        unsafe { engine.copy_batch(stream, self.command.direction, &self.batch) }?;
+        self.take(bytes);
+        self.moved.add(CopyMethod::Batch, self.batch.len() as u64, bytes);
         Ok(bytes)
     }
 

@@ -313,13 +313,16 @@ class Scheduler:
                 return NOTHING
             metadata = StepMetadata(0, self._loads, saves)
         else:
-            if not (output.num_scheduled_tokens or self._loads or self._confirmed):
-                return NOTHING
-            self._serial += 1
-            if output.num_scheduled_tokens:
+            if output.num_scheduled_tokens and (self._loads or self._unconfirmed):
+                self._serial += 1
                 loads = [load.request_id for load in self._loads]
                 self._unconfirmed.append(Unconfirmed(self._serial, loads, saves, marks))
-            metadata = StepMetadata(self._serial, self._loads, [], self._confirmed)
+                metadata = StepMetadata(self._serial, self._loads, [], self._confirmed)
+            elif saves or self._loads or self._confirmed:
+                # Nothing that this step builds on is in doubt: its pages are saved at its end.
+                metadata = StepMetadata(0, self._loads, saves, self._confirmed)
+            else:
+                return NOTHING
             self._confirmed = []
         self._loads = []
         return metadata

@@ -245,7 +245,7 @@ class Worker:
 
     def report(self, metadata: Optional[StepMetadata]) -> Optional[WorkerMetadata]:
         """What the scheduler must know."""
-        if not self._options.is_async and metadata is not None and metadata is not NOTHING:
+        if metadata is not None and metadata.serial:
             self._report.steps[metadata.serial] = 1
             self._has_report = True
         if not self._has_report:
