@@ -127,6 +127,8 @@ pub struct Service {
     entries: Vec<PageEntry>,
     /// Whose the copies in flight are.
     copying: Vec<(Ticket, SessionId)>,
+    /// Sessions to end in this turn, and why.
+    failing: Vec<(SessionId, CopyError)>,
     /// Commands that a full queue gave back; first in the next turn.
     refused: VecDeque<CopyCommand>,
     /// Replies that a full queue gave back.
@@ -178,6 +180,7 @@ impl Service {
             executing: Effects::default(),
             entries: Vec::new(),
             copying: Vec::new(),
+            failing: Vec::new(),
             cut_off_log: Limiter::default(),
             refused: VecDeque::new(),
             replies: VecDeque::new(),
@@ -276,6 +279,7 @@ impl Service {
         }
         self.core.pump(now, &mut self.effects);
         progress |= self.execute(now) | self.core.has_forgotten_pages();
+        self.cut_off_failing(now);
         progress |= self.advance_recovery(now);
         progress |= self.advance_eviction(now);
         progress |= self.advance_stop(now);
@@ -492,8 +496,8 @@ impl Service {
                 if let Some(session) = owner.filter(|_| error.ends_session()) {
                     if died {
                         self.mourn(now, session);
-                    } else {
-                        self.cut_off(now, session, &error);
+                    } else if self.failing.iter().all(|(known, _)| *known != session) {
+                        self.failing.push((session, error));
                     }
                 }
             }
@@ -672,6 +676,19 @@ impl Service {
             if let Some(violation) = self.clients[at].violation.take() {
                 let session = self.clients[at].session;
                 self.cut_off(now, session, &ClientFault::from(violation));
+            }
+        }
+    }
+
+    /// Ends the sessions whose copies cannot go on, once the completions that say so are written.
+    fn cut_off_failing(&mut self, now: Nanos) {
+        while let Some((session, error)) = self.failing.pop() {
+            if !matches!(error, CopyError::GpuLost { .. }) {
+                self.cut_off(now, session, &error);
+            } else if self.close(now, session, CloseReason::DeviceLost).is_some() {
+                let session_id = session.0;
+                tracing::warn!(session = session_id, "ended a session: {error}");
+                self.reply(EndpointReply::Close { session, cause: CloseCause::DeviceLost });
             }
         }
     }
@@ -943,6 +960,7 @@ const fn close_reason(cause: CloseCause) -> CloseReason {
         CloseCause::Disconnected | CloseCause::Silent => CloseReason::Detached,
         CloseCause::PeerDied => CloseReason::PeerDied,
         CloseCause::Stopping => CloseReason::Draining,
+        CloseCause::DeviceLost => CloseReason::DeviceLost,
         _ => CloseReason::PeerFault,
     }
 }

@@ -19,8 +19,11 @@
 //! | `engine_process` | the same in a process of its own, to be stopped and killed |
 //! | `raw` | clients that write any byte of their segment |
 //! | `victim` | an honest engine beside them, which must stay exact |
+//! | `broken_gpu` | a GPU that is lost to a Manager (feature `gpu`) |
 //! | `faulty` | a disk that fails as it is told, for real processes |
 
+#[cfg(feature = "gpu")]
+pub mod broken_gpu;
 pub mod client;
 pub mod confine;
 pub mod content;

@@ -7,6 +7,8 @@ fn main() -> ExitCode {
     if arguments.get(1).is_some_and(|verb| verb == "engine") {
         orbitkv_tests::engine_process::obey()
     } else {
+        #[cfg(feature = "gpu")]
+        orbitkv_tests::broken_gpu::break_when_told();
         orbitkv_tools::cli::run(arguments)
     }
 }

@@ -81,14 +81,17 @@ pub(crate) struct Copies {
     pub(crate) elsewhere_ns: Vec<u64>,
     /// The raw way that was chosen.
     pub(crate) way: String,
-    /// From the Manager's stamp of the last byte to this process's first sight of the done word.
+    /// Of restores by layer: from staging to seeing the first layer done, and the last.
+    pub(crate) layers_ns: Vec<[u64; 2]>,
+    /// From the Manager's first sight of the done word to this process's first sight of the done word.
     pub(crate) delivery_ns: Vec<i64>,
 }
 
 impl Copies {
     fn new(op: Op, way: String) -> Self {
         let (ours_ns, raw_ns, elsewhere_ns) = (Vec::new(), Vec::new(), Vec::new());
-        Self { op, ours_ns, raw_ns, elsewhere_ns, way, delivery_ns: Vec::new() }
+        let (layers_ns, delivery_ns) = (Vec::new(), Vec::new());
+        Self { op, ours_ns, raw_ns, elsewhere_ns, way, layers_ns, delivery_ns }
     }
 }
 
@@ -193,7 +196,8 @@ impl Begun {
 
 impl Attached {
     fn new(socket: &Path, shape: &Shape, device: Option<&Rc<Device>>) -> Result<Self, BenchError> {
-        let connected = Connect::new(socket).timeout(PATIENCE).connect();
+        let connect = Connect::new(socket).timeout(PATIENCE).done_words(shape.layers());
+        let connected = connect.connect();
         let mut client = connected.map_err(wrong("attach"))?;
         let mut field: Box<dyn Field> = match device {
             Some(device) => Box::new(CudaField::new(shape, device)?),
@@ -208,14 +212,14 @@ impl Attached {
         let scope = client.define_namespace(&spec).map_err(wrong("define a namespace"))?;
         let memories = field.register(&mut client)?;
         let layout = Layout::of(shape);
-        let segment = |&(at, offset): &(usize, u64)| Segment {
+        let segment = |(part, &(at, offset)): (u32, &(usize, u64))| Segment {
             memory: memories[at],
             offset,
             stride: layout.stride,
             length: layout.length,
-            layer: 0,
+            layer: shape.layer(part),
         };
-        let segments = layout.segments.iter().map(segment).collect();
+        let segments = (0..).zip(&layout.segments).map(segment).collect();
         let region = RegionLayout { scope, pages: layout.pages, segments };
         let region = client.register_region(&region).map_err(wrong("register a region"))?;
         let (from, to) = layout.places(shape);
@@ -330,6 +334,12 @@ impl Attached {
                 }
                 self.compare(first, Op::Restore)?;
             }
+            if self.shape.layers() > 1 {
+                self.field.poison()?;
+                let lease = self.hit(first)?;
+                restore.layers_ns.push(self.timed_layers(first, &lease)?);
+                self.compare(first, Op::Restore)?;
+            }
             if self.shape.both {
                 self.both_ways(first, next(seed), sides, &mut both)?;
             }
@@ -393,6 +403,29 @@ impl Attached {
         let begin = clock::now_ns();
         let operations = [self.stage_restore(seed, lease, self.run.is_some())?];
         self.timed(begin, operations, into)
+    }
+
+    /// Restores layer by layer: nanoseconds to the first sight of the first layer and of the last.
+    fn timed_layers(&mut self, seed: u32, lease: &Lease) -> Result<[u64; 2], BenchError> {
+        let blocks = blocks(seed, &self.to);
+        let options = RestoreOptions { by_layer: true, ..RestoreOptions::default() };
+        let begin = clock::now_ns();
+        let staged = self.client.restore(lease, 0, &self.region, &blocks, options);
+        let operation = staged.map_err(wrong("restore by layer"))?;
+        self.client.submit().map_err(wrong("submit"))?;
+        let end = begin + PATIENCE.as_nanos() as u64;
+        let seen = |layer, client: &Client| {
+            let mut now = clock::now_ns();
+            while client.is_layer_done(&operation, layer).is_none() && now < end {
+                spin_loop();
+                now = clock::now_ns();
+            }
+            now - begin
+        };
+        let times = [0, self.shape.layers() - 1].map(|layer| seen(layer, &self.client));
+        // A copy that failed or was late is found here.
+        self.take([Begun::new(operation, true, None)])?;
+        Ok(times)
     }
 
     fn timed(

@@ -20,6 +20,8 @@ struct Found {
     /// Ours over raw of each pair, and over raw elsewhere.
     ratios: Vec<f64>,
     ratios_elsewhere: Vec<f64>,
+    /// First and last layer of restores by layer.
+    layers_us: [Vec<f64>; 2],
 }
 
 impl Found {
@@ -58,11 +60,16 @@ impl Results {
                         elsewhere_us: Vec::new(),
                         ratios: Vec::new(),
                         ratios_elsewhere: Vec::new(),
+                        layers_us: [Vec::new(), Vec::new()],
                     });
                     self.found.last_mut().expect("pushed just now")
                 }
             };
             let (ours, raw) = (in_us(&copies.ours_ns), in_us(&copies.raw_ns));
+            for times in &copies.layers_ns {
+                let layers = found.layers_us.iter_mut().zip(times);
+                layers.for_each(|(us, ns)| us.push(*ns as f64 / 1e3));
+            }
             let elsewhere = in_us(&copies.elsewhere_ns);
             found.ratios.extend(ratios(&ours, &raw));
             found.ratios_elsewhere.extend(ratios(&ours, &elsewhere));
@@ -89,6 +96,8 @@ impl Results {
                 "ratio": number(median(&found.ratios)),
                 "raw_elsewhere_us_p50": known(&found.elsewhere_us),
                 "ratio_over_raw_elsewhere": known(&found.ratios_elsewhere),
+                "first_layer_us_p50": known(&found.layers_us[0]),
+                "last_layer_us_p50": known(&found.layers_us[1]),
                 "gb_per_s": number(found.gb_per_s()),
                 "mismatches": 0,
                 "samples": found.ours_us.len(),
@@ -125,6 +134,11 @@ impl Results {
                 let place = format!("raw_elsewhere_us[{}]", found.way);
                 rows.push(row(name(&place), &found.elsewhere_us));
                 rows.push(row(name("ratio_over_raw_elsewhere"), &found.ratios_elsewhere));
+            }
+            for (what, us) in ["first_layer_us", "last_layer_us"].iter().zip(&found.layers_us) {
+                if !us.is_empty() {
+                    rows.push(row(name(what), us));
+                }
             }
             rows.push(row(name("gb_per_s"), &gb.collect::<Vec<_>>()));
         }
@@ -230,6 +244,7 @@ mod tests {
             raw_ns: raw_ns.into(),
             elsewhere_ns: raw_ns.iter().map(|ns| 2 * ns).collect(),
             way,
+            layers_ns: ours_ns.iter().map(|ns| [ns / 4, ns + 1_000]).collect(),
             delivery_ns: vec![-5, 70],
         }
     }
@@ -255,6 +270,10 @@ mod tests {
         assert_eq!(
             (&save["raw_elsewhere_us_p50"], &save["ratio_over_raw_elsewhere"]),
             (&json!(4), &json!(0.75))
+        );
+        assert_eq!(
+            (&save["first_layer_us_p50"], &save["last_layer_us_p50"]),
+            (&json!(0.75), &json!(4))
         );
         assert_eq!((&both["ours_us_p99"], &both["gb_per_s"]), (&json!(12), &json!(0.8192)));
         assert_eq!(results.delivery()["p99"], 70);

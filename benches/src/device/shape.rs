@@ -2,6 +2,8 @@
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
+/// Layers of the shapes that have some, each with one part or two.
+const LAYERS: u32 = 36;
 
 /// How the parts of the pages lie in the engine's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -70,6 +72,16 @@ impl Shape {
     /// Parts of all pages.
     pub fn parts(&self) -> u64 {
         u64::from(self.pages) * u64::from(self.segments)
+    }
+
+    /// Layers of the model; 1 where a page is one part.
+    pub(super) fn layers(&self) -> u32 {
+        self.segments.min(LAYERS)
+    }
+
+    /// Layer of a part.
+    pub(super) fn layer(&self, part: u32) -> u32 {
+        part * self.layers() / self.segments
     }
 }
 

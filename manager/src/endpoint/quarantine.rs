@@ -51,6 +51,9 @@ pub enum CloseCause {
     /// The socket failed.
     #[error("the socket failed")]
     SocketFault,
+    /// Nothing reaches the memory that it registered any more; the reactor says why.
+    #[error("its gpu is lost to the Manager")]
+    DeviceLost,
     /// The Manager stops.
     #[error("the Manager stops")]
     Stopping,
@@ -58,7 +61,7 @@ pub enum CloseCause {
 
 impl CloseCause {
     /// Every label, in the order of [`index`](Self::index).
-    pub const LABELS: [&'static str; 11] = [
+    pub const LABELS: [&'static str; 12] = [
         "disconnected",
         "peer_died",
         "silent",
@@ -69,6 +72,7 @@ impl CloseCause {
         "slow_reader",
         "ring_fault",
         "socket_fault",
+        "device_lost",
         "stopping",
     ];
 
@@ -81,7 +85,7 @@ impl CloseCause {
     /// its messages was refused before. `None`: it left by itself, or with the Manager.
     const fn turned_away(self) -> Option<RefuseReason> {
         match self {
-            Self::Disconnected | Self::PeerDied | Self::Stopping => None,
+            Self::Disconnected | Self::PeerDied | Self::DeviceLost | Self::Stopping => None,
             Self::NotAllowed => Some(RefuseReason::NotAllowed),
             Self::Crowded => Some(RefuseReason::LimitReached),
             Self::SocketFault => Some(RefuseReason::NoResources),
@@ -91,7 +95,7 @@ impl CloseCause {
 
     /// Whether the peer did what no correct client does.
     const fn is_fault(self) -> bool {
-        !matches!(self, Self::Disconnected | Self::PeerDied | Self::Stopping)
+        !matches!(self, Self::Disconnected | Self::PeerDied | Self::DeviceLost | Self::Stopping)
     }
 }
 

@@ -226,6 +226,8 @@ label_enum! {
         PeerDied => "peer_died",
         /// The client broke the protocol.
         PeerFault => "peer_fault",
+        /// The GPU of its memory, or the Manager's context on it, is lost.
+        DeviceLost => "device_lost",
         /// The Manager is stopping.
         Draining => "draining",
     }

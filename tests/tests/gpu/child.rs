@@ -34,6 +34,10 @@ fn becomes_the_engine_when_told() {
             }
             "save and hang" => save_and_hang(&mut engine),
             "fork" => fork(&mut engine),
+            "break" => {
+                orbitkv_tests::broken_gpu::break_gpu();
+                say("broken");
+            }
             _ => panic!("unknown order {line:?}"),
         }
     }

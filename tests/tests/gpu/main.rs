@@ -15,5 +15,6 @@ mod engine;
 mod fences;
 mod layers;
 mod lifetimes;
+mod lost;
 mod memory;
 mod retained;

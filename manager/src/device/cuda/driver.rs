@@ -45,6 +45,26 @@ impl CudaError {
         self.result == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     }
 
+    /// Whether every later call of the context answers the same, until the process ends.
+    pub(super) fn is_sticky(self) -> bool {
+        use sys::CUresult as Known;
+        matches!(
+            self.result,
+            Known::CUDA_ERROR_ECC_UNCORRECTABLE
+                | Known::CUDA_ERROR_NVLINK_UNCORRECTABLE
+                | Known::CUDA_ERROR_ILLEGAL_ADDRESS
+                | Known::CUDA_ERROR_LAUNCH_TIMEOUT
+                | Known::CUDA_ERROR_CONTEXT_IS_DESTROYED
+                | Known::CUDA_ERROR_ASSERT
+                | Known::CUDA_ERROR_HARDWARE_STACK_ERROR
+                | Known::CUDA_ERROR_ILLEGAL_INSTRUCTION
+                | Known::CUDA_ERROR_MISALIGNED_ADDRESS
+                | Known::CUDA_ERROR_INVALID_ADDRESS_SPACE
+                | Known::CUDA_ERROR_INVALID_PC
+                | Known::CUDA_ERROR_LAUNCH_FAILED
+        )
+    }
+
     /// There is no kernel to launch.
     pub(super) fn no_kernel() -> Self {
         Self { call: "cuModuleGetFunction", result: sys::CUresult::CUDA_ERROR_NOT_FOUND }

@@ -28,7 +28,8 @@ impl CudaEvent {
         index: usize,
         pid: i32,
     ) -> Result<Self, CudaImportError> {
-        let refused = |error| CudaImportError::Event { index, pid, gpu: gpu.id(), error };
+        let refused =
+            |error| CudaImportError::Event { index, pid, gpu: gpu.id(), error }.or_lost(gpu, error);
         let event = OpenEvent::open(handle).map_err(refused)?;
         Ok(Self { gpus: Arc::clone(gpus), gpu: Arc::clone(gpu), event: Some(event) })
     }

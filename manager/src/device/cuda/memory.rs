@@ -76,6 +76,17 @@ pub enum CudaImportError {
         /// What the driver said.
         error: CudaError,
     },
+    /// The context failed for good.
+    #[error(
+        "gpu {gpu} is lost to this Manager: {error}. Look at nvidia-smi and the kernel log (Xid), then \
+         restart the Manager: what is on SSD is found again; engines on other devices are served on"
+    )]
+    Lost {
+        /// Which GPU.
+        gpu: GpuId,
+        /// What the driver said.
+        error: CudaError,
+    },
     /// The driver failed otherwise.
     #[error("gpu {gpu} cannot {what}: {error}")]
     Driver {
@@ -100,16 +111,24 @@ impl CudaImportError {
                 Refusal::UnsupportedMemory
             }
             Self::OutOfBounds { .. } => Refusal::BadMessage,
-            Self::OutOfMemory { .. } | Self::Driver { .. } => Refusal::NoResources,
+            Self::OutOfMemory { .. } | Self::Lost { .. } | Self::Driver { .. } => {
+                Refusal::NoResources
+            }
         }
     }
 
     pub(super) fn of(gpu: &Gpu, what: &'static str, error: CudaError) -> Self {
         let gpu = gpu.id();
-        match error.is_out_of_memory() {
-            true => Self::OutOfMemory { gpu, what, error },
-            false => Self::Driver { gpu, what, error },
+        match error {
+            error if error.is_out_of_memory() => Self::OutOfMemory { gpu, what, error },
+            error if error.is_sticky() => Self::Lost { gpu, error },
+            error => Self::Driver { gpu, what, error },
         }
+    }
+
+    /// What a peer's handle could not be opened for: its own fault, unless the GPU is lost.
+    pub(super) fn or_lost(self, gpu: &Gpu, error: CudaError) -> Self {
+        if error.is_sticky() { Self::Lost { gpu: gpu.id(), error } } else { self }
     }
 }
 
@@ -150,10 +169,9 @@ impl CudaMemory {
         words: Arc<RegisteredWords>,
     ) -> Result<Self, CudaImportError> {
         gpu.enter().map_err(|error| CudaImportError::of(gpu, "open a context", error))?;
-        let opened = driver::open_memory(handle).map_err(|error| CudaImportError::Memory {
-            pid: peer.pid,
-            gpu: gpu.id(),
-            error,
+        let opened = driver::open_memory(handle).map_err(|error| {
+            let refused = CudaImportError::Memory { pid: peer.pid, gpu: gpu.id(), error };
+            refused.or_lost(gpu, error)
         })?;
         let (gpus, gpu, base) = (Arc::clone(gpus), Arc::clone(gpu), opened.base);
         let allocation = Allocation::Ipc { gpus, gpu, base, _words: words };

@@ -25,8 +25,9 @@ const OVERDUE: f64 = 4.0;
 /// What a new batch counts in what is known of a method. One bad batch among good ones has to take
 /// more than twice its time before the kernel is left alone.
 const WEIGHT: f64 = 0.25;
-/// What ordering a batch and seeing its end may take on top, however small it is.
-const SLACK: Duration = Duration::from_micros(10);
+/// What a batch may take on top, however small it is: ordering it, seeing its end, and the GPU's way from
+/// the context of the engine to ours, about 70 µs, which is no sign that the engine computes.
+const SLACK: Duration = Duration::from_micros(80);
 /// First pause of the kernel. Where an engine computes a trial costs one batch some milliseconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Each pause is twice the last, up to this: an engine computes for seconds on end, and trials should

@@ -324,6 +324,38 @@ fn a_killed_engines_fence_ends_its_copy_and_nobody_elses() {
     assert_eq!(twins.switches.moved.load(Ordering::Acquire), 2 * PAGE);
 }
 
+#[derive(Debug)]
+struct Broken;
+
+impl DeviceEvent for Broken {
+    fn has_passed(&self) -> Result<bool, CopyError> {
+        Err(CopyError::BrokenFence { fence: 0, code: 700 })
+    }
+}
+
+/// Goal: a lost GPU is not taken for an engine's bad event. Method: the same event that cannot be
+/// asked, with a GPU that lives and with one that is dead.
+#[test]
+fn a_fence_that_breaks_with_the_gpu_is_no_fault_of_the_engine() {
+    for dead in [false, true] {
+        let twins = Twins::default();
+        let memory = TwinMemory::new(PAGE);
+        let region = region(&memory, 1);
+        let mut bench = bench(&twins);
+        let page = pages(&mut bench, 0..1);
+        let mut fenced = bench.command(Direction::Save, &region, page);
+        let until = Instant::now() + Duration::from_secs(1000);
+        fenced.fence = Some(Fence { event: Arc::new(Broken), index: 4, until });
+        twins.switches.dead.store(dead, Ordering::Release);
+        let error = bench.run(fenced).error;
+        let expected = match dead {
+            false => matches!(error, Some(CopyError::BrokenFence { fence: 4, code: 700 })),
+            true => matches!(error, Some(CopyError::GpuLost { gpu: 0, .. })),
+        };
+        assert!(expected, "dead: {dead}, {error:?}");
+    }
+}
+
 fn host_memory(bytes: u64) -> DeviceMemory {
     let memfd = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).expect("memfd");
     rustix::fs::ftruncate(&memfd, bytes).expect("ftruncate");

@@ -44,7 +44,8 @@ pub(super) struct Switches {
     pub(super) kernel_wait_ms: AtomicU64,
     /// Marks are refused while it is set; the streams go on.
     pub(super) refuse_marks: AtomicBool,
-    dead: AtomicBool,
+    /// The GPU is dead, whether anybody knows or not.
+    pub(super) dead: AtomicBool,
     copies: AtomicU64,
     /// Copies and launches that were ordered.
     pub(super) ordered: [AtomicU64; 2],

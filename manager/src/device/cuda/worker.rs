@@ -384,6 +384,7 @@ impl Worker {
             }
             progress = true;
             self.fenced.swap_remove(at);
+            let verdict = verdict.map_err(|error| self.cause(place, error));
             let Some(running) = &mut self.commands[place] else { continue };
             match verdict {
                 Ok(_) => {
@@ -398,6 +399,20 @@ impl Worker {
             }
         }
         progress
+    }
+
+    /// Why a fence cannot be asked: a context that is lost answers so for every event.
+    fn cause(&mut self, place: usize, error: CopyError) -> CopyError {
+        let stream = self.commands[place].as_ref().map(|running| running.stream);
+        if let (CopyError::BrokenFence { .. }, Some(stream), None) = (error, stream, self.lost)
+            && let Err(error) = self.engine.is_idle(stream)
+        {
+            self.lose(error);
+        }
+        match error {
+            CopyError::BrokenFence { .. } => self.lost.unwrap_or(error),
+            error => error,
+        }
     }
 
     /// Fills every stream from its commands, a batch each in turn.
