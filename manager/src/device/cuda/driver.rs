@@ -459,6 +459,8 @@ impl Stream {
         let mut attributes: sys::CUmemcpyAttributes =
             unsafe { MaybeUninit::zeroed().assume_init() };
         attributes.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        // The copy engine, not the multiprocessors of an engine that computes.
+        attributes.flags = sys::CUmemcpyFlags::CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE as u32;
         let (mut all_from, mut failed) = (0, 0);
         // SAFETY: the caller's promise; the arrays have one length, and the driver reads them before it
         // returns.

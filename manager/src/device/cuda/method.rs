@@ -28,6 +28,8 @@ const WEIGHT: f64 = 0.25;
 /// What a batch may take on top, however small it is: ordering it, seeing its end, and the GPU's way from
 /// the context of the engine to ours, about 70 µs, which is no sign that the engine computes.
 const SLACK: Duration = Duration::from_micros(80);
+/// Orders that should take less tell nothing of the bus: what is on top of them is longer.
+const TELLING_NS: u64 = 100_000;
 /// First pause of the kernel. Where an engine computes a trial costs one batch some milliseconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Each pause is twice the last, up to this: an engine computes for seconds on end, and trials should
@@ -231,7 +233,7 @@ impl Choice {
         let share = if seen.shared { 2.0 } else { 1.0 };
         let took = seen.at_least.saturating_sub(SLACK).as_nanos() as f64 / share;
         if batch.kernel_ns == 0 {
-            if seen.ended && batch.orders_ns > 0 {
+            if seen.ended && batch.orders_ns >= TELLING_NS {
                 blend(&mut self.orders, took / batch.orders_ns as f64);
             }
             return seen.ended;
@@ -405,6 +407,23 @@ mod tests {
         }
         let (kernel, orders) = (Method::Kernel, Method::Orders);
         assert_eq!(methods, [kernel, kernel, kernel, orders, orders, orders]);
+    }
+
+    /// Goal: small copies that are seen late do not make the copy engine look slow, and the kernel good
+    /// beside an engine that computes.
+    #[test]
+    fn short_orders_teach_nothing_of_the_bus() {
+        let now = now();
+        let mut choice = measured(now);
+        for _ in 0..100 {
+            let mut batch = choice.begin(now);
+            assert_eq!(choice.method(&mut batch, &work(1, 2)), Method::Orders);
+            choice.ordered(&batch, false, now);
+            let at_least = Duration::from_micros(300);
+            assert!(choice.learn(&batch, Seen { at_least, ended: true, shared: false }, now));
+        }
+        assert_eq!(run(&mut choice, &many_small(), 8.0, now), Method::Kernel);
+        assert_eq!(run(&mut choice, &many_small(), 1.0, now), Method::Orders);
     }
 
     #[test]
