@@ -20,6 +20,8 @@ pub(super) struct Running {
     layer: u32,
     /// Bytes that are in place, of this layer or of whole images, counted over all pages in order.
     position: u64,
+    /// Bytes of all layers.
+    moved_bytes: u64,
 }
 
 /// Buffers of a thread, reused by every step.
@@ -56,7 +58,7 @@ struct Stopped {
 impl Running {
     pub(super) fn new(mut command: CopyCommand) -> Self {
         command.checksums.clear();
-        Self { command, layer: 0, position: 0 }
+        Self { command, layer: 0, position: 0, moved_bytes: 0 }
     }
 
     /// Copies the next few MiB.
@@ -108,6 +110,7 @@ impl Running {
             Err(stopped) => (stopped.bytes, Some(stopped.error)),
         };
         self.position += bytes;
+        self.moved_bytes += bytes;
         if self.command.direction == Direction::Save {
             // While the images are still in the cache.
             self.checksum(images);
@@ -123,7 +126,7 @@ impl Running {
         let pages_done = self.pages_done() as u32;
         let CopyCommand { ticket, direction, pages, checksums, .. } = self.command;
         let mut moved = Moved::default();
-        moved.add(CopyMethod::Cpu, pages_done.into(), self.position);
+        moved.add(CopyMethod::Cpu, pages_done.into(), self.moved_bytes);
         CopyEnd { ticket, direction, pages_done, error, ended_ns: 0, moved, checksums, pages }
     }
 
