@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use orbitkv_engine::{
     Block, Client, Completion, Connect, Deadline, Lease, NamespaceSpec, Operation, PageHash,
-    QueryMode, Region, RegionLayout, RestoreOptions, SaveOptions, Scope, Segment, Status,
+    QueryMode, Region, RegionLayout, RestoreOptions, SaveOptions, Scope, Segment, StageTimes,
+    Status,
 };
 use serde::{Deserialize, Serialize};
 
@@ -85,13 +86,19 @@ pub(crate) struct Copies {
     pub(crate) layers_ns: Vec<[u64; 2]>,
     /// From the Manager's first sight of the done word to this process's first sight of the done word.
     pub(crate) delivery_ns: Vec<i64>,
+    /// From staging to the stages that the completion tells, see [`STAGES`].
+    pub(crate) stages_ns: Vec<[u64; STAGES.len()]>,
 }
+
+/// Stages of an operation in its completion's words: the Manager took the request, had memory and a
+/// passed fence for it, saw the last byte in place, published the completion.
+pub(super) const STAGES: [&str; 4] = ["queued", "prepared", "copied", "published"];
 
 impl Copies {
     fn new(op: Op, way: String) -> Self {
         let (ours_ns, raw_ns, elsewhere_ns) = (Vec::new(), Vec::new(), Vec::new());
-        let (layers_ns, delivery_ns) = (Vec::new(), Vec::new());
-        Self { op, ours_ns, raw_ns, elsewhere_ns, way, layers_ns, delivery_ns }
+        let (layers_ns, delivery_ns, stages_ns) = (Vec::new(), Vec::new(), Vec::new());
+        Self { op, ours_ns, raw_ns, elsewhere_ns, way, layers_ns, delivery_ns, stages_ns }
     }
 }
 
@@ -437,10 +444,12 @@ impl Attached {
         let is_restore = operations[0].is_restore;
         let seen = self.finish(&mut operations)?;
         into.ours_ns.push(seen - begin);
-        let copied = self.take(operations)?;
+        let times = self.take(operations)?;
         if is_restore {
-            into.delivery_ns.push(seen.cast_signed() - copied.cast_signed());
+            into.delivery_ns.push(seen.cast_signed() - times.copied_ns.cast_signed());
         }
+        let stages = [times.queued_ns, times.prepared_ns, times.copied_ns, times.published_ns];
+        into.stages_ns.push(stages.map(|at| at.saturating_sub(begin)));
         Ok(())
     }
 
@@ -502,13 +511,16 @@ impl Attached {
     }
 
     /// Takes the completions of operations whose end was seen; each must have copied every page.
-    /// Returns the stamp of the last byte of the last.
-    fn take<const N: usize>(&mut self, mut operations: [Begun; N]) -> Result<u64, BenchError> {
+    /// Returns the stages of the last.
+    fn take<const N: usize>(
+        &mut self,
+        mut operations: [Begun; N],
+    ) -> Result<StageTimes, BenchError> {
         while operations.iter().any(|begun| begun.ended.is_none()) {
             let ended = self.answer()?;
             keep(&mut operations, ended);
         }
-        let mut copied = 0;
+        let mut times = StageTimes::default();
         for begun in operations {
             self.field.end_fence(begun.fence);
             let Some(ended) = begun.ended else { continue };
@@ -516,9 +528,9 @@ impl Attached {
             if ended.status != Status::Ok || !all {
                 return Err(self.unexpected(&ended));
             }
-            copied = copied.max(ended.times.copied_ns);
+            times = ended.times;
         }
-        Ok(copied)
+        Ok(times)
     }
 
     fn answer(&mut self) -> Result<Completion, BenchError> {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::engine::{Copies, Op};
+use super::engine::{Copies, Op, STAGES};
 use super::shape::Shape;
 use crate::series::{Row, number};
 use crate::stats::median;
@@ -22,6 +22,8 @@ struct Found {
     ratios_elsewhere: Vec<f64>,
     /// First and last layer of restores by layer.
     layers_us: [Vec<f64>; 2],
+    /// Of each of [`STAGES`].
+    stages_us: [Vec<f64>; STAGES.len()],
 }
 
 impl Found {
@@ -61,6 +63,7 @@ impl Results {
                         ratios: Vec::new(),
                         ratios_elsewhere: Vec::new(),
                         layers_us: [Vec::new(), Vec::new()],
+                        stages_us: [const { Vec::new() }; STAGES.len()],
                     });
                     self.found.last_mut().expect("pushed just now")
                 }
@@ -69,6 +72,10 @@ impl Results {
             for times in &copies.layers_ns {
                 let layers = found.layers_us.iter_mut().zip(times);
                 layers.for_each(|(us, ns)| us.push(*ns as f64 / 1e3));
+            }
+            for times in &copies.stages_ns {
+                let stages = found.stages_us.iter_mut().zip(times);
+                stages.for_each(|(us, ns)| us.push(*ns as f64 / 1e3));
             }
             let elsewhere = in_us(&copies.elsewhere_ns);
             found.ratios.extend(ratios(&ours, &raw));
@@ -138,6 +145,11 @@ impl Results {
             for (what, us) in ["first_layer_us", "last_layer_us"].iter().zip(&found.layers_us) {
                 if !us.is_empty() {
                     rows.push(row(name(what), us));
+                }
+            }
+            for (stage, us) in STAGES.iter().zip(&found.stages_us) {
+                if !us.is_empty() {
+                    rows.push(row(name(&format!("{stage}_us")), us));
                 }
             }
             rows.push(row(name("gb_per_s"), &gb.collect::<Vec<_>>()));
@@ -246,6 +258,7 @@ mod tests {
             way,
             layers_ns: ours_ns.iter().map(|ns| [ns / 4, ns + 1_000]).collect(),
             delivery_ns: vec![-5, 70],
+            stages_ns: vec![[1, 2, 3, 4]],
         }
     }
 
@@ -278,7 +291,9 @@ mod tests {
         assert_eq!((&both["ours_us_p99"], &both["gb_per_s"]), (&json!(12), &json!(0.8192)));
         assert_eq!(results.delivery()["p99"], 70);
         let names: Vec<_> = results.rows().into_iter().map(|row| row.name).collect();
-        assert!(names.contains(&"4k/both/raw_us[2d_a_page]".to_owned()), "{names:?}");
+        for name in ["raw_us[2d_a_page]", "published_us"] {
+            assert!(names.contains(&format!("4k/both/{name}")), "{names:?}");
+        }
     }
 
     #[test]
