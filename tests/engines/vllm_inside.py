@@ -37,7 +37,7 @@ def restorable(tokens: int) -> int:
 class Engine:
     """One LLM and its Manager. `setup` says how it is set up:
 
-    whole      restores while the request is parked; the same: first, again
+    whole      restores while the request is parked; the same: again
     small      the same, with 40 blocks and prefills of 64 tokens
     ordered    the step waits for the restore
     layers     each layer waits for its own bytes
@@ -159,6 +159,16 @@ class Engine:
             yield
         finally:
             self.side._options = old
+
+    @contextlib.contextmanager
+    def load_patience(self, seconds: float) -> Iterator[None]:
+        """Other patience of the worker with its loads for a while."""
+        old = self.worker._options
+        self.worker._options = dataclasses.replace(old, load_patience=seconds)
+        try:
+            yield
+        finally:
+            self.worker._options = old
 
     def all_back(self) -> str:
         """What is wrong about blocks and leases at rest; empty if nothing is."""
