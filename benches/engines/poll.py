@@ -31,7 +31,7 @@ from manager import Manager, folder_for  # noqa: E402
 from vllm_inside import Engine, prompt_of  # noqa: E402
 
 ROUNDS, CALLS = 25, 4000
-STRACED_STEPS = 20_000
+STRACED_STEPS = 500_000
 
 
 def main() -> None:

@@ -558,6 +558,31 @@ def stop_policy(stop: str, stop_ms: int) -> Callable[[Engine, str], dict]:
     return scenario
 
 
+def rank_without_pages(engine: Engine, tier: str) -> dict:
+    """A page is a hit only where every rank has it: one rank's pages are forgotten, the other's are there."""
+    it = Scenario(engine, "one of two ranks has no pages", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    link = engine.side.link
+    members = link.held.members()
+    if len(members) != 2:
+        it.problem = f"{len(members)} namespaces of 2 ranks"
+    ends: list = []
+    link.begin("forget", members[1], then=ends.append)
+    while not ends:
+        link.wait(0.1)
+    if ends[0].pages < restorable(200) // BLOCK:
+        it.problem = it.problem or f"{ends[0].pages} pages of the second rank forgotten"
+    row = it.again(prompts, base, 0)
+    it.leave()
+    # What was missing was saved again.
+    complete = it.again(prompts, base, restorable(200))
+    row["restored_tokens"] += complete["restored_tokens"]
+    row["expected_tokens"] += complete["expected_tokens"]
+    row["identical"] = row["identical"] and complete["identical"]
+    return row
+
+
 def kept(engine: Engine, tier: str) -> dict:
     """The first of three engines over one SSD file."""
     it = Scenario(engine, "first of three engines", tier)
@@ -686,6 +711,7 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
     ],
     "stranger": [stranger],
     "again": [found_again],
+    "ranks": [rank_without_pages],
     "processes": [plain("async load, three processes", 200), plain("15 requests, three processes", *FIFTEEN)],
 }
 
