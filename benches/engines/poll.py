@@ -31,7 +31,7 @@ from manager import Manager, folder_for  # noqa: E402
 from vllm_inside import Engine, prompt_of  # noqa: E402
 
 ROUNDS, CALLS = 25, 4000
-STRACED_STEPS = 20_000
+STRACED_STEPS = 500_000
 
 
 def main() -> None:
@@ -59,7 +59,8 @@ def measure(manager: Manager, folder: Path) -> dict[str, Any]:
 
     engine = Engine(manager, folder, "whole")
     # Nobody gives up while the Manager stands still.
-    object.__setattr__(engine.connector._options, "query_patience", 1e9)
+    object.__setattr__(engine.side._options, "query_patience", 1e9)
+    object.__setattr__(engine.worker._options, "load_patience", 1e9)
     prompt = prompt_of("poll", 600)
     engine.generate([prompt])
     engine.forget_local()

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use orbitkv_shm_protocol::ids::{EngineId, Epoch, SessionId};
@@ -230,6 +231,14 @@ impl Client {
     /// of lost operations are free. One system call.
     pub fn has_manager_exited(&self) -> bool {
         self.control.has_manager_exited(Duration::ZERO)
+    }
+
+    /// A descriptor of the Manager's process, which becomes readable once that has exited: another
+    /// thread may sleep on a duplicate of it, and whoever polls the rings then needs no
+    /// [`check_manager`](Self::check_manager) before. `None` where neither the kernel nor /proc
+    /// names the process.
+    pub fn manager_pidfd(&self) -> Option<BorrowedFd<'_>> {
+        self.control.pidfd()
     }
 
     /// Ends the session. The same as dropping the client.

@@ -44,6 +44,11 @@ impl Control {
         self.manager_pid
     }
 
+    /// The Manager's process; readable once that has exited.
+    pub(crate) fn pidfd(&self) -> Option<BorrowedFd<'_>> {
+        self.pidfd.as_ref().map(AsFd::as_fd)
+    }
+
     /// Asks one question and waits for its answer. An answer that cannot be read ends the session:
     /// which question the next one belongs to is no longer known.
     pub(crate) fn ask(

@@ -48,7 +48,7 @@ def restorable(tokens: int) -> int:
 class Engine:
     """One engine and its Manager. `setup` says how it is set up:
 
-    plain      the linker as it is; the same: first, again
+    plain      the linker as it is; the same: again
     tampered   with `sglang_tampering`
     small      prefills of 64 tokens, and too few pages for the requests that run
     window     a model with layers of sliding-window attention, with `sglang_window_linker`
@@ -525,6 +525,7 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         manager_hangs,
         manager_killed,
         manager_killed_in_loads,
+        kept,
     ],
     "tampered": [corrupted, load_fails, manager_killed_in_a_load],
     "small": [plain("chunked prefill of 64 tokens", 200), plain("more requests than pages", *[200] * 8)],
@@ -536,16 +537,15 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         corrupted,
         corrupted_window,
     ],
-    "first": [kept],
     "stranger": [stranger],
     "again": [found_again],
 }
 
 
-def tiers(scenario: Callable, setup: str) -> Iterable[str]:
+def tiers(scenario: Callable) -> Iterable[str]:
     if scenario is absent:
         return ("dram",)
-    return ("ssd",) if setup in ("first", "stranger", "again") else ("dram", "ssd")
+    return ("ssd",) if scenario in (kept, stranger, found_again) else ("dram", "ssd")
 
 
 def main() -> None:
@@ -564,7 +564,7 @@ def main() -> None:
             for scenario in SCENARIOS[setup]:
                 if only not in scenario.__qualname__:
                     continue
-                for tier in tiers(scenario, setup):
+                for tier in tiers(scenario):
                     rows.write(json.dumps(scenario(engine, tier)) + "\n")
                     rows.flush()
     finally:

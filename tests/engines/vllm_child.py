@@ -17,7 +17,7 @@ from typing import Any, Callable
 
 import orbitkv
 from manager import Manager
-from vllm_inside import BLOCK, FINISHED_BY_ERROR, PAGE_BYTES, Engine, prompt_of, restorable
+from vllm_inside import BLOCK, FINISHED_BY_ERROR, OUTPUT_TOKENS, PAGE_BYTES, Engine, prompt_of, restorable
 
 class Scenario:
     """One row in the making: its prompts, what the first run computed, what the second restored."""
@@ -246,6 +246,66 @@ def abort_during_load(engine: Engine, tier: str) -> dict:
     it.problem = it.problem or engine.all_back()
     it.leave()
     return it.again(prompts, base, 192)
+
+
+def load_is_silent(engine: Engine, tier: str) -> dict:
+    """ENG-19: the Manager says nothing in the middle of a load, 30 s long for pages in DRAM, a twentieth of
+    that for those on SSD. The request is computed in other blocks; those that the load may still write stay out
+    of use until the Manager goes on."""
+    it = Scenario(engine, "load is silent", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    other = it.prompts(150)
+
+    def make_new(old: Callable) -> Callable:
+        def allocated(request: Any, blocks: Any, tokens: int) -> None:
+            old(request, blocks, tokens)
+            if tokens:
+                engine.manager.pause()
+
+        return allocated
+
+    before = it.restored()
+    began = time.monotonic()
+    patience = 30.0 if tier == "dram" else 1.5
+    with engine.load_patience(patience), engine.patched(engine.side, "allocated", make_new):
+        tokens = engine.generate(prompts)
+    if time.monotonic() - began < patience:
+        it.problem = "the load was given up before its time"
+    during = engine.generate(other)
+    if it.restored(before):
+        it.problem = it.problem or f"{it.restored(before)} tokens restored from a silent Manager"
+    if engine.side.link.ready:
+        it.problem = it.problem or "a silent Manager is still asked"
+    held = engine.blocks - engine.free_blocks()
+    if held < restorable(200) // BLOCK:
+        it.problem = it.problem or f"{held} blocks are held, the load may write {restorable(200) // BLOCK}"
+    engine.manager.resume()
+    await_attached(engine)
+    it.problem = it.problem or engine.all_back()
+    it.leave()
+    row = it.again(prompts, base, restorable(200))
+    row["identical"] = row["identical"] and tokens == base and during == engine.generate(other)
+    return row
+
+
+def below_a_page(engine: Engine, tier: str) -> dict:
+    """ENG-17: prompts of one token, and shorter than a block, reach no store; the same prompt twice in one batch
+    is stored once."""
+    it = Scenario(engine, "prompts below a page, and one twice", tier)
+    short = it.prompts(1, 2, BLOCK - 1, BLOCK)
+    queries = engine.side.counters.total["queries"]
+    base = it.cold(short)
+    if engine.side.counters.total["queries"] != queries:
+        it.problem = "a prompt without a full block was looked up"
+    twice = it.prompts(200) * 2
+    stored = engine.worker.counters.total["saved_pages"]
+    base += it.cold(twice)
+    stored = engine.worker.counters.total["saved_pages"] - stored
+    if stored != (200 + OUTPUT_TOKENS - 1) // BLOCK:
+        it.problem = it.problem or f"{stored:.0f} pages stored of one prompt that came twice"
+    # The second one finds the first one's blocks in the engine's own cache.
+    return it.again(short + twice, base, restorable(200), one_by_one=True)
 
 
 def save_ends_late(engine: Engine, tier: str) -> dict:
@@ -498,6 +558,31 @@ def stop_policy(stop: str, stop_ms: int) -> Callable[[Engine, str], dict]:
     return scenario
 
 
+def rank_without_pages(engine: Engine, tier: str) -> dict:
+    """A page is a hit only where every rank has it: one rank's pages are forgotten, the other's are there."""
+    it = Scenario(engine, "one of two ranks has no pages", tier)
+    prompts = it.prompts(200)
+    base = it.cold(prompts)
+    link = engine.side.link
+    members = link.held.members()
+    if len(members) != 2:
+        it.problem = f"{len(members)} namespaces of 2 ranks"
+    ends: list = []
+    link.begin("forget", members[1], then=ends.append)
+    while not ends:
+        link.wait(0.1)
+    if ends[0].pages < restorable(200) // BLOCK:
+        it.problem = it.problem or f"{ends[0].pages} pages of the second rank forgotten"
+    row = it.again(prompts, base, 0)
+    it.leave()
+    # What was missing was saved again.
+    complete = it.again(prompts, base, restorable(200))
+    row["restored_tokens"] += complete["restored_tokens"]
+    row["expected_tokens"] += complete["expected_tokens"]
+    row["identical"] = row["identical"] and complete["identical"]
+    return row
+
+
 def kept(engine: Engine, tier: str) -> dict:
     """The first of three engines over one SSD file."""
     it = Scenario(engine, "first of three engines", tier)
@@ -591,6 +676,8 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         failed_load_poisons_nothing,
         load_fails_fail,
         abort_during_load,
+        load_is_silent,
+        below_a_page,
         save_ends_late,
         random_aborts,
         forgotten,
@@ -602,6 +689,7 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         adapters,
         manager_hangs,
         manager_killed,
+        kept,
     ],
     "small": [plain("chunked prefill of 64 tokens", 200), plain("chunked prefill, 3 requests", 200, 300, 170), chained_saves, preempted],
     "ordered": [
@@ -621,9 +709,9 @@ SCENARIOS: dict[str, list[Callable[[Engine, str], dict]]] = {
         failed_load_poisons_nothing,
         manager_killed,
     ],
-    "first": [kept],
     "stranger": [stranger],
     "again": [found_again],
+    "ranks": [rank_without_pages],
     "processes": [plain("async load, three processes", 200), plain("15 requests, three processes", *FIFTEEN)],
 }
 
@@ -639,7 +727,7 @@ def main() -> None:
             for scenario in SCENARIOS[setup]:
                 if only not in scenario.__name__:
                     continue
-                for tier in ("ssd",) if setup in ("first", "stranger", "again") else ("dram", "ssd"):
+                for tier in ("ssd",) if scenario in (kept, stranger, found_again) else ("dram", "ssd"):
                     row = scenario(engine, tier)
                     rows.write(json.dumps(row) + "\n")
                     rows.flush()

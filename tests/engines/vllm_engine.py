@@ -12,9 +12,9 @@ from manager import folder_for
 
 HERE = Path(__file__).resolve().parent
 #: One process start each: how the engine is set up. See `vllm_child`.
-SETUPS = ("whole", "small", "ordered", "layers", "processes", "first", "stranger", "again")
+SETUPS = ("whole", "small", "ordered", "layers", "processes", "ranks", "stranger", "again")
 #: Setups that leave their SSD file to the next.
-SHARED = {"first": "kept", "stranger": "kept", "again": "kept"}
+SHARED = {"whole": "kept", "stranger": "kept", "again": "kept"}
 SETUP_SECONDS = 1500
 
 

@@ -37,11 +37,12 @@ def restorable(tokens: int) -> int:
 class Engine:
     """One LLM and its Manager. `setup` says how it is set up:
 
-    whole      restores while the request is parked; the same: first, again
+    whole      restores while the request is parked; the same: again
     small      the same, with 40 blocks and prefills of 64 tokens
     ordered    the step waits for the restore
     layers     each layer waits for its own bytes
     processes  scheduler and worker in processes of their own
+    ranks      two workers in processes of their own, each with half of the heads
     stranger   as "whole", with other weights under the same path
     """
 
@@ -50,8 +51,14 @@ class Engine:
         self.folder = folder
         #: Prompt tokens of the last batch that were not computed, as the engine tells.
         self.cached = 0
-        self.in_process = setup != "processes"
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.in_process else "1"
+        #: Whether the worker is in this process, and whether the scheduler is.
+        self.in_process = setup not in ("processes", "ranks")
+        self.schedules_here = setup != "processes"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.schedules_here else "1"
+
+        if setup == "ranks":
+            # Without these, each worker wants a NUMA node of its own, and every core.
+            os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
 
         from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
@@ -80,19 +87,23 @@ class Engine:
             enable_prefix_caching=True,
             kv_transfer_config=transfer,
             disable_log_stats=True,
+            tensor_parallel_size=2 if setup == "ranks" else 1,
             **small,
         )
         self.parameters = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
-        if self.in_process:
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
-
+        if self.schedules_here:
             self.core = self.llm.llm_engine.engine_core.engine_core
             self.scheduler = self.core.scheduler
             self.connector = self.scheduler.connector
             self.side = self.connector._scheduler
-            self.worker = get_kv_transfer_group()._worker
             self.blocks = self.free_blocks()
-            if not (self.side.link.ready and self.worker.link.ready):
+            if not self.side.link.ready:
+                raise RuntimeError("the engine started without the cache")
+        if self.in_process:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.worker = get_kv_transfer_group()._worker
+            if not self.worker.link.ready:
                 raise RuntimeError("the engine started without the cache")
 
     # Work
@@ -115,7 +126,7 @@ class Engine:
 
     def settle(self, timeout: float = 30.0) -> None:
         """Steps until neither requests nor saves are left."""
-        if not self.in_process:
+        if not self.schedules_here:
             return
         end = time.monotonic() + timeout
         while self.scheduler.has_requests():
@@ -159,6 +170,16 @@ class Engine:
             yield
         finally:
             self.side._options = old
+
+    @contextlib.contextmanager
+    def load_patience(self, seconds: float) -> Iterator[None]:
+        """Other patience of the worker with its loads for a while."""
+        old = self.worker._options
+        self.worker._options = dataclasses.replace(old, load_patience=seconds)
+        try:
+            yield
+        finally:
+            self.worker._options = old
 
     def all_back(self) -> str:
         """What is wrong about blocks and leases at rest; empty if nothing is."""

@@ -3,6 +3,7 @@
 mod operation;
 mod registration;
 
+use std::os::fd::{IntoRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
@@ -324,6 +325,17 @@ impl Client {
     /// registered memory. One system call.
     fn has_manager_exited(&self, py: Python<'_>) -> PyResult<bool> {
         self.enter(py, |attached| Ok(attached.client.has_manager_exited()))
+    }
+
+    /// A descriptor that becomes readable once the Manager's process has exited, the caller's own to
+    /// close: a thread that sleeps on it spares those that poll every look at the Manager. `None`
+    /// where neither the kernel nor /proc names the process. `OSError` without a free descriptor.
+    fn manager_pidfd(&self, py: Python<'_>) -> PyResult<Option<RawFd>> {
+        self.enter(py, |attached| {
+            let pidfd = attached.client.manager_pidfd();
+            let own = pidfd.map(|pidfd| pidfd.try_clone_to_owned()).transpose()?;
+            Ok(own.map(IntoRawFd::into_raw_fd))
+        })
     }
 
     /// Ends the session. Operations that are outstanding end in the Manager with nobody to tell, so

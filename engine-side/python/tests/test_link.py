@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import signal
+import threading
 import time
 from collections import Counter
 
@@ -137,6 +138,59 @@ def test_a_death_is_noticed_by_the_first_operation_after_it(manager, side):
     assert end.status == "gone"
     side.until(lambda: side.link.ready)
     assert side.do("ping").status == "ok"
+
+
+def test_polling_alone_notices_a_death_and_asks_the_kernel_nothing(manager, side):
+    class Counting:
+        """The client, and how often the kernel was asked about the Manager."""
+
+        def __init__(self, client):
+            self.client, self.looks = client, 0
+
+        def __getattr__(self, name):
+            return getattr(self.client, name)
+
+        def check_manager(self):
+            self.looks += 1
+            self.client.check_manager()
+
+    client = side.link.client = Counting(side.link.client)
+    os.kill(manager.pid, signal.SIGSTOP)
+    ends = []
+    side.link.begin("ping", then=ends.append)
+    side.link.flush()
+    end = time.monotonic() + 0.6
+    while time.monotonic() < end:
+        side.link.pump()
+    assert not ends and client.looks == 0
+    manager.kill()
+    end = time.monotonic() + PATIENCE
+    while not ends and time.monotonic() < end:
+        side.link.pump()
+    assert [end.status for end in ends] == ["gone"] and client.looks == 1
+
+
+def test_a_session_that_ends_leaves_no_thread_and_no_descriptor(manager):
+    def held():
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("orbitkv-")]
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                names.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:
+                pass  # the one that listed them
+        return Counter(name for name in names if name.startswith(("orbitkv-", "anon_inode:")))
+
+    before = held()
+    for dies in (False, True):
+        side = Side(manager.socket)
+        assert side.link.start()
+        during = held() - before
+        assert during["orbitkv-test-watch"] == 1 and during["anon_inode:[eventfd]"] == 1, during
+        if dies:
+            manager.kill()
+            side.until(lambda: side.link.client is None)
+        side.link.close()
+        assert held() == before
 
 
 def test_more_operations_than_credits_wait_their_turn(manager):

@@ -45,6 +45,32 @@ def test_what_the_ring_client_refuses(engine, count, page, reason):
     assert engine.client.outstanding == 0
 
 
+def test_eng_17_no_pages_too_many_and_one_twice(engine):
+    """ENG-17: every operation on pages refuses none of them, and more than a request may name, before the
+    Manager hears of it; the message has the limit. A page that comes twice in one save is stored once."""
+    client, limit = engine.client, 16_384
+    engine.save(1, 2)
+    lease = engine.query(1, 2).lease
+    operations = {
+        "save": lambda n: client.save(engine.region, hashes(1, n), numbers(*[0] * n)),
+        "query": lambda n: client.query(engine.scope, hashes(1, n)),
+        "prepare": lambda n: client.prepare(engine.scope, hashes(1, n)),
+        "restore": lambda n: client.restore(lease, 0, engine.region, hashes(1, n), numbers(*[0] * n)),
+    }
+    for name, operation in operations.items():
+        for count, reason in ((0, "no_pages"), (limit + 1, "too_many_pages")):
+            with pytest.raises(orbitkv.SubmitError) as refused:
+                operation(count)
+            assert refused.value.reason == reason, name
+            assert str(limit) in str(refused.value).replace(",", "") or count == 0, refused.value
+            assert client.outstanding == 0
+    assert engine.restore(lease, 1, 2, at=20).status == "ok", "the lease is as it was"
+
+    engine.fill(7, 1, at=3)
+    twice = engine.end(client.save(engine.region, hashes(7, 1) * 2, numbers(3, 3)))
+    assert (twice.status, twice.pages, twice.pages_present) == ("ok", 1, 1)
+
+
 def test_lengths_and_parents_must_fit(engine):
     def save(lengths, parents):
         engine.client.save_chains(engine.region, hashes(1, 3), numbers(0, 1, 2), lengths, parents)

@@ -18,9 +18,9 @@ from time import monotonic
 from typing import Any, Callable, Optional, Union
 
 from orbitkv import Client, Completion, ConnectError, Gone, OrbitKVError, SubmitError, WouldBlock
+from orbitkv.watch import Watch
 
-#: Seconds between two looks at the Manager's process while operations are outstanding. Each look is
-#: one system call; polling makes none.
+#: Seconds between two looks whether the copies of a lost session have ended.
 CHECK_EVERY = 0.25
 #: Seconds before the first new attempt to attach, and the longest pause between two of them.
 RETRY_FIRST = 0.1
@@ -126,13 +126,14 @@ class Link:
         #: wait for the end of the copies.
         self._lingering: list[tuple[Client, Any, list[Operation]]] = []
         self._gone: list[Operation] = []
-        self._fresh: Optional[tuple[Client, Any]] = None
+        self._fresh: Optional[tuple[Client, Any, Watch]] = None
         #: Something besides the ring wants to be looked at by the next pump.
         self._attention = False
         self._staged = False
         self._check_at = 0.0
         self._is_silent = False
         self._said: Optional[str] = None
+        self._watch: Optional[Watch] = None
         self._closed = threading.Event()
         self._attacher: Optional[threading.Thread] = None
 
@@ -159,9 +160,12 @@ class Link:
         self._closed.set()
         if self._attacher is not None:
             self._attacher.join()
+        self._end_watch()
         client, held, self.client, self.held, self.ready = self.client, self.held, None, None, False
         if self._fresh is not None:
-            self._fresh[0].close()
+            fresh, _, watch = self._fresh
+            watch.end()
+            fresh.close()
             self._fresh = None
         for operation in (*self._operations.values(), *self._backlog):
             operation.end(Ended(operation.number, operation.kind, "gone", "closed"))
@@ -192,8 +196,6 @@ class Link:
         later `pump`, never from here. Without a credit it waits its turn. Visible to the Manager
         after `flush`."""
         operation = Operation(kind, then, arguments, options)
-        if self.client is not None and not self._operations and monotonic() >= self._check_at:
-            self._check(self.client)  # it may have died while nobody asked
         if self.client is None:
             self._stillborn.append((operation, Ended(None, kind, "gone", "away")))
             self._attention = True
@@ -225,8 +227,8 @@ class Link:
                 self._attention = True  # the next poll says why
 
     def pump(self) -> None:
-        """Ends what has ended. With nothing ready it makes no system call, but for one each
-        `CHECK_EVERY` seconds while operations are outstanding."""
+        """Ends what has ended. With nothing ready it makes no system call: a Manager that closes the
+        session says so in shared memory, and of its death the watch tells."""
         if self._attention:
             self._attend()
         client = self.client
@@ -241,8 +243,6 @@ class Link:
         except OrbitKVError as error:
             self._tell(f"cannot poll: {error}")
             return
-        if self._operations and monotonic() >= self._check_at:
-            self._check(client)
         if self._backlog:
             self._retry()
         if self._staged:
@@ -327,12 +327,14 @@ class Link:
             self._tell("the Manager answers again; the cache is on")
         operation.end(completion)
 
-    def _check(self, client: Client) -> None:
-        self._check_at = monotonic() + CHECK_EVERY
-        try:
-            client.check_manager()
-        except OrbitKVError:
-            pass  # the next poll says why
+    def _notice(self) -> None:
+        """In the watch's thread."""
+        self._attention = True
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def _lose(self, gone: Gone) -> None:
         """The session is over and the client has returned every operation."""
@@ -340,6 +342,7 @@ class Link:
         self._is_silent = False
         self._staged = False
         self.losses += 1
+        self._end_watch()
         lost = [*self._gone, *self._operations.values(), *self._backlog]
         self._gone.clear()
         self._operations.clear()
@@ -368,6 +371,11 @@ class Link:
             self._attend_to_lost()
         if self._fresh is not None and self.client is None:
             self._adopt()
+        if self._watch is not None and self.client is not None and self._watch.take():
+            try:
+                self.client.check_manager()
+            except OrbitKVError:
+                pass  # the next poll says why
 
     def _attend_to_lost(self) -> None:
         """Copies of a lost session touch nothing any more once the Manager's process has exited; no
@@ -404,25 +412,27 @@ class Link:
 
     def _attach(self) -> bool:
         """In any thread: on success a fresh session waits for the next pump."""
-        client = None
+        client, watch = None, None
         try:
             client = Client(self._socket, engine_id=self._engine_id, timeout=ANSWER_MAX, **self._geometry)
+            watch = Watch(self.name, client, self._notice)
             held = self._register(client)
         except Exception as error:  # noqa: BLE001 - an adapter's mistake must not end the thread unseen
+            if watch is not None:
+                watch.end()
             if client is not None:
                 client.close()
             self._tell_away(error)
             return False
-        self._fresh = (client, held)
+        self._fresh = (client, held, watch)
         self._attention = True
         return True
 
     def _adopt(self) -> None:
-        (self.client, self.held), self._fresh = self._fresh, None
+        (self.client, self.held, self._watch), self._fresh = self._fresh, None
         self._attacher = None
         self.sessions += 1
         self.ready = True
-        self._check_at = 0.0
         if self.sessions > 1 or self._said is not None:
             self._tell(f"attached to the Manager, epoch {self.client.epoch}; the cache is on")
         else:

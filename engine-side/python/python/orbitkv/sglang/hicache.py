@@ -13,8 +13,9 @@ from orbitkv import PAGE_OUTCOMES, Client
 from orbitkv.link import End
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+from orbitkv.fingerprint import fit
 from orbitkv.sglang.host_pool import HeldPool, HostPool
-from orbitkv.sglang.identity import fit, join_hashes, model_identity
+from orbitkv.sglang.identity import join_hashes, model_identity
 from orbitkv.sglang.lane import Lane
 from orbitkv.sglang.leases import Kept, Leases
 from orbitkv.sglang.options import Options

@@ -10,13 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: Bytes read at each of `SAMPLES` places of a weights file. Reading whole files would cost minutes.
-SAMPLE_BYTES = 16 * 1024
-SAMPLES = 16
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_CONFIGS = (".json",)
-#: Longest text that the Manager takes, with room for a digest.
-_TEXT_MAX, _TEXT_KEPT = 500, 400
+from orbitkv.fingerprint import fit, folder_fingerprint
 
 
 def model_identity(server_args: Any, weights_version: str) -> str:
@@ -37,30 +31,6 @@ def model_identity(server_args: Any, weights_version: str) -> str:
     digest.update(weights_version.encode())
     revision = getattr(server_args, "revision", None) or ""
     return fit(f"{path}@{revision} {digest.hexdigest()[:32]}")
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """Names the weights in a folder by sizes and samples of their bytes, its settings in full."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _CONFIGS:
-            digest.update(path.name.encode() + path.read_bytes())
-        elif path.suffix in _WEIGHTS:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for i in range(SAMPLES):
-                    file.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
-
-
-def fit(text: str) -> str:
-    """At most what the Manager takes, still one name for one text."""
-    if len(text.encode()) <= _TEXT_MAX:
-        return text
-    kept = text.encode()[:_TEXT_KEPT].decode(errors="ignore")
-    return f"{kept} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def join_hashes(keys: list[str]) -> bytes:

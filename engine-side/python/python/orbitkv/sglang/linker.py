@@ -9,9 +9,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from orbitkv.fingerprint import fit
 from orbitkv.sglang import pages
 from orbitkv.sglang.fences import Fences
-from orbitkv.sglang.identity import fit, join_hashes, model_identity
+from orbitkv.sglang.identity import join_hashes, model_identity
 from orbitkv.sglang.loads import Part
 from orbitkv.sglang.options import Options
 from orbitkv.sglang.pools import Pools

@@ -30,6 +30,8 @@ logger = init_logger("vllm.orbitkv")
 
 #: vLLM 0.32 and later fail single loads by request, earlier ones by block only.
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
+#: The engine only reads it.
+_NO_RESULTS = _TransferResults() if _TransferResults is not None else None
 
 
 class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -51,7 +53,7 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("orbitkv: serving without the cache: %s", self._unsupported)
         group = engine_id(vllm_config.kv_transfer_config.engine_id)
         if role == KVConnectorRole.WORKER:
-            self._worker = Worker(self._options, group, self._counters)
+            self._worker = Worker(self._options, group, self._counters, _TransferResults is not None)
         else:
             events = getattr(vllm_config, "kv_events_config", None)
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if kv_cache_config.kv_cache_groups else 0
@@ -188,6 +190,8 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
             received, failed = self._worker.received()
+            if not received:
+                return _NO_RESULTS
             return _TransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+_Key = TypeVar("_Key")
 
 #: Bytes of a block hash.
 HASH = 32
@@ -34,6 +36,8 @@ class Load:
     request_id: str
     lease: bytes
     adapter: str
+    #: First page of the request that is restored.
+    first: int
     parts: list[Part]
 
 
@@ -85,11 +89,19 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     failed: set[str] = field(default_factory=set)
     #: Steps that ran to their end, and on how many workers.
     steps: dict[int, int] = field(default_factory=dict)
+    #: Requests whose load was given up while it may still write, and on how many workers.
+    given_up: dict[str, int] = field(default_factory=dict)
+    #: Those of them whose load has ended since, and on how many workers.
+    settled: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerMetadata)
         return WorkerMetadata(
-            _sum(self.saved, other.saved), self.failed | other.failed, _sum(self.steps, other.steps)
+            _sum(self.saved, other.saved),
+            self.failed | other.failed,
+            _sum(self.steps, other.steps),
+            _sum(self.given_up, other.given_up),
+            _sum(self.settled, other.settled),
         )
 
 
@@ -101,7 +113,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     namespaces: list[dict]
 
 
-def _sum(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+def _sum(one: dict[_Key, int], other: dict[_Key, int]) -> dict[_Key, int]:
     total = dict(one)
     for key, count in other.items():
         total[key] = total.get(key, 0) + count

@@ -12,13 +12,9 @@ import os
 from pathlib import Path
 from typing import Any, Optional
 
+from orbitkv.fingerprint import fit, folder_fingerprint
 from orbitkv.vllm.layout import GroupLayout
 
-#: Bytes read at each of `SAMPLES` places of a weights file. Reading whole files would cost minutes.
-SAMPLE_BYTES = 16 * 1024
-SAMPLES = 16
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_CONFIGS = (".json",)
 #: Kinds of KV cache whose blocks never change once they are full.
 _CACHED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
 
@@ -42,26 +38,10 @@ def model_identity(config: Any, weights_version: str) -> str:
     if load_format.endswith("dummy"):
         digest.update(f"dummy {model.seed}".encode())
     elif os.path.isdir(model.model):
-        digest.update(folder_fingerprint(model.model).encode())
+        digest.update(folder_fingerprint(Path(model.model)).encode())
     digest.update(weights_version.encode())
     parts.append(digest.hexdigest()[:32])
-    return _fit(" ".join(parts))
-
-
-def folder_fingerprint(folder: str) -> str:
-    """Names the weights in a folder by sizes and samples of their bytes, its settings in full."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix in _CONFIGS:
-            digest.update(path.name.encode() + path.read_bytes())
-        elif path.suffix in _WEIGHTS:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for i in range(SAMPLES):
-                    file.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+    return fit(" ".join(parts))
 
 
 class Adapters:
@@ -80,11 +60,11 @@ class Adapters:
             seen = tuple(sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats))
         except OSError:
             # Not a local folder: only its names and number tell it apart, for this engine's life.
-            return _fit(f"{lora.lora_name} {lora.lora_int_id} {path} pid {os.getpid()}")
+            return fit(f"{lora.lora_name} {lora.lora_int_id} {path} pid {os.getpid()}")
         key = (path, lora.lora_int_id, seen)
         if key not in self._known:
-            self._known[key] = f"{lora.lora_name} {folder_fingerprint(path)}"
-        return _fit(self._known[key])
+            self._known[key] = f"{lora.lora_name} {folder_fingerprint(Path(path))}"
+        return fit(self._known[key])
 
 
 def namespaces(
@@ -113,7 +93,7 @@ def namespaces(
                 dtype=dtype,
                 page_tokens=spec.block_size,
                 page_bytes=layout.page_bytes,
-                layout=_fit(text),
+                layout=fit(text),
                 group=group,
                 **rank,
                 **dependency(spec),
@@ -148,10 +128,3 @@ def unsupported(config: Any, kv_cache_config: Any, has_request_failures: bool) -
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}"
     return None
-
-
-def _fit(text: str) -> str:
-    """At most what the Manager takes, still one name for one text."""
-    if len(text.encode()) <= 500:
-        return text
-    return f"{text.encode()[:400].decode(errors='ignore')} {hashlib.sha256(text.encode()).hexdigest()[:32]}"

@@ -31,6 +31,9 @@ class Options:
     query_spin_us: int = 100
     #: Seconds without an answer to a query after which the Manager counts as hung and is left alone.
     query_patience: float = 5.0
+    #: Seconds after which a restore without an end is given up, with "whole": its request is computed in
+    #: other blocks; those of the restore, which may still be written, stay out of use until it has ended.
+    load_patience: float = 30.0
     #: What to do with pages that are still on their way when asked for: "wait_all" waits for the whole
     #: prefix, "deadline" at most `stop_ms` and then takes what has come, "best_effort" takes what is there.
     stop: str = "wait_all"

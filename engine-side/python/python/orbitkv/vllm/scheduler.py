@@ -54,17 +54,18 @@ class Scopes:
 class Lookup:
     """One query, and the lease it was answered with until that is handed on or released."""
 
-    __slots__ = ("first", "asked", "operation", "asked_at", "is_over", "is_dropped", "is_owned", "pages", "dram", "ssd",
+    __slots__ = ("first", "asked", "operation", "patience_ends", "is_over", "is_dropped", "is_owned", "pages", "dram", "ssd",
                  "lease", "session", "restorable")
 
-    def __init__(self, first: int, asked: int, session: int, is_owned: bool):
+    def __init__(self, first: int, asked: int, session: int, is_owned: bool, patience: float):
         #: First page and number of pages asked for.
         self.first = first
         self.asked = asked
         self.session = session
         #: Asked ahead of demand.
         self.is_owned = is_owned
-        self.asked_at = monotonic()
+        #: When a Manager that has not answered counts as hung.
+        self.patience_ends = monotonic() + patience
         self.operation: Optional[Operation] = None
         self.is_over = False
         self.is_dropped = False
@@ -116,12 +117,18 @@ class Tracked:
 class LeaseInUse:
     """The lease of a load under way. It ends by itself when restores have named all of its pages."""
 
-    __slots__ = ("lease", "session", "is_whole")
+    __slots__ = ("lease", "session", "is_whole", "has_failed", "blocks", "is_held")
 
-    def __init__(self, lease: Lease, session: int, is_whole: bool):
+    def __init__(self, lease: Lease, session: int, is_whole: bool, blocks: list[int]):
         self.lease = lease
         self.session = session
         self.is_whole = is_whole
+        #: On one of the workers at least.
+        self.has_failed = False
+        #: Blocks of the engine that the load writes.
+        self.blocks = blocks
+        #: Beyond the life of their request, as the load was given up.
+        self.is_held = False
 
 
 class Unconfirmed:
@@ -162,6 +169,8 @@ class Scheduler:
         self._loads: list[Load] = []
         self._in_use: dict[str, LeaseInUse] = {}
         self._left: dict[int, int] = {}
+        #: Loads that were given up and may still write, and on how many workers.
+        self._writing: dict[str, int] = {}
         self._next_save = 1
         self._last_work_at = 0.0
         self._serial = 0
@@ -221,6 +230,12 @@ class Scheduler:
         if link is None:
             return 0
         tracked = self._tracked.get(request.request_id) or self._track(request)
+        lookup = tracked.lookup
+        if lookup is not None and not lookup.is_over:
+            # Asked in each step: whether the answer is of use is looked at once it is there.
+            link.pump()
+            if not lookup.is_over and monotonic() < lookup.patience_ends:
+                return None
         start, rest = divmod(computed, self._page_tokens)
         limit = self._pages_of(tracked)
         if tracked.is_barred or rest or limit <= start:
@@ -235,10 +250,8 @@ class Scheduler:
             tracked.lookup = lookup = self._ask(tracked, first, limit - first, is_owned=False)
             link.flush()
             self._spin(lookup)
-        elif not lookup.is_over:
-            link.pump()
         if not lookup.is_over:
-            if monotonic() - lookup.asked_at < self._options.query_patience:
+            if monotonic() < lookup.patience_ends:
                 return None
             self.counters.add("queries_given_up")
             link.complain(f"a query is {self._options.query_patience:g} s old")
@@ -269,13 +282,14 @@ class Scheduler:
             window = self._windows[group]
             begin = start if window is None else max(start, end - window)
             parts.append(Part(group, self._hashes(tracked, begin, end), array("I", ids[begin:end]), begin - lookup.first))
-        self._loads.append(Load(request.request_id, lookup.lease.to_bytes(), tracked.adapter, parts))
+        self._loads.append(Load(request.request_id, lookup.lease.to_bytes(), tracked.adapter, start, parts))
         if lookup.is_owned:
             self.prepared.settled(lookup.pages, pages)
             lookup.is_owned = False
         ssd = min(lookup.ssd, pages)
         tracked.tiers = (pages - ssd, ssd)
-        self._in_use[request.request_id] = LeaseInUse(lookup.lease, lookup.session, is_whole)
+        written = [block for part in parts for block in part.pages if block]
+        self._in_use[request.request_id] = LeaseInUse(lookup.lease, lookup.session, is_whole, written)
         tracked.lookup = None
         tracked.offered = end
 
@@ -329,11 +343,20 @@ class Scheduler:
 
     def step_done(self, report: Optional[WorkerMetadata], received: Iterable[str]) -> None:
         """All workers are through with a step."""
-        failed = report.failed if report is not None else ()
+        if report is not None:
+            for request_id in report.failed:
+                used = self._in_use.get(request_id)
+                if used is not None:
+                    used.has_failed = True
+            # Their requests still own the blocks: the engine frees them after this call.
+            for request_id, count in report.given_up.items():
+                self._given_up(request_id, count)
         for request_id in received:
-            self._load_ended(request_id, request_id in failed)
+            self._load_ended(request_id)
         if report is None:
             return
+        for request_id, count in report.settled.items():
+            self._settled(request_id, count)
         for request_id in report.failed:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -354,7 +377,7 @@ class Scheduler:
         let go of."""
         if self._confirmed or self._unconfirmed:
             return True
-        is_open = self._left or (self.link is not None and self.link.outstanding)
+        is_open = self._left or self._writing or (self.link is not None and self.link.outstanding)
         return bool(is_open) and monotonic() - self._last_work_at < LINGER
 
     def forget_all(self) -> bool:
@@ -412,7 +435,7 @@ class Scheduler:
             return None
 
     def _ask(self, tracked: Tracked, first: int, pages: int, *, is_owned: bool) -> Lookup:
-        lookup = Lookup(first, pages, self.link.sessions, is_owned)
+        lookup = Lookup(first, pages, self.link.sessions, is_owned, self._options.query_patience)
         scope = self._scope(tracked.adapter)
         if scope is None:
             lookup.is_over = True
@@ -473,10 +496,28 @@ class Scheduler:
         if lease is not None and lookup.session == self.link.sessions and self.link.client is not None:
             self.link.begin("release", lease, then=_ignore)
 
-    def _load_ended(self, request_id: str, has_failed: bool) -> None:
+    def _given_up(self, request_id: str, count: int) -> None:
+        """Workers will not wait any more for a load that may still write."""
+        used = self._in_use.get(request_id)
+        if used is None or self._holds is None:
+            return
+        if not used.is_held:
+            used.is_held = True
+            self._holds.hold(request_id, used.blocks)
+        self._writing[request_id] = self._writing.get(request_id, 0) + count
+
+    def _settled(self, request_id: str, count: int) -> None:
+        """Workers say that a load that was given up has ended after all."""
+        left = self._writing.pop(request_id, 0) - count
+        if left > 0:
+            self._writing[request_id] = left
+        elif self._holds is not None:
+            self._holds.let_go(request_id)
+
+    def _load_ended(self, request_id: str) -> None:
         """All workers are through with a load: what they did not name of its lease is let go of."""
         used = self._in_use.pop(request_id, None)
-        if used is None or (used.is_whole and not has_failed):
+        if used is None or (used.is_whole and not used.has_failed):
             return
         if self.link.client is not None and used.session == self.link.sessions:
             self.link.begin("release", used.lease, then=_ignore)
@@ -579,14 +620,16 @@ class Scheduler:
         for step in ready:
             self._confirmed.extend(step.saves)
             for request_id in step.loads:
-                self._load_ended(request_id, False)
+                self._load_ended(request_id)
 
     def _discard_unconfirmed(self) -> None:
         """A load has failed: whatever was computed since may be wrong, in every request that shares a
         block. None of it is saved; what is computed again is offered again."""
         for step in self._unconfirmed:
             for request_id in step.loads:
-                self._load_ended(request_id, True)
+                if request_id in self._in_use:
+                    self._in_use[request_id].has_failed = True
+                self._load_ended(request_id)
             for save in step.saves:
                 self._let_go(save.number)
                 self.events.dropped(save.number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from math import inf
+from time import monotonic
 from typing import Any, Optional
 
 from orbitkv import Client, CudaError, DoneWords, Events, Gpu, Lease, Namespace, OrbitKVError, Region
@@ -92,10 +94,13 @@ class Fence:
 class Loading:
     """One load until all of its restores have ended."""
 
-    __slots__ = ("load", "left", "failed", "operations")
+    __slots__ = ("load", "left", "failed", "operations", "patience_ends", "is_given_up")
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load, patience_ends: float):
         self.load = load
+        self.patience_ends = patience_ends
+        #: Told as failed, while its restores may still write.
+        self.is_given_up = False
         self.left = len(load.parts)
         #: Blocks without their bytes.
         self.failed: set[int] = set()
@@ -131,8 +136,10 @@ class Saving:
 class Worker:
     """See the module. One a worker process; every call on its main thread."""
 
-    def __init__(self, options: Options, engine_id: bytes, counters: Counters):
+    def __init__(self, options: Options, engine_id: bytes, counters: Counters, fails_by_request: bool):
         self._options = options
+        #: Whether the engine is told of failed loads by request; by block otherwise.
+        self._fails_by_request = fails_by_request
         self._engine_id = engine_id
         self.counters = counters
         self.link: Optional[Link] = None
@@ -144,6 +151,8 @@ class Worker:
         self._now: list[Loading] = []
         #: Loads that wait for an event.
         self._waiting_loads: deque[Load] = deque()
+        #: When the oldest load counts as silent.
+        self._patience_ends = inf
         #: Saves that wait for an event only.
         self._ready_saves: deque[Saving] = deque()
         #: Unfinished saves by what they end in.
@@ -230,6 +239,8 @@ class Worker:
             link.pump()
         if self._now:
             self._finish_now()
+        if self._loading and monotonic() > self._patience_ends:
+            self._give_up()
         if not self._received:
             return _NO_IDS, _NO_IDS
         received, self._received = self._received, set()
@@ -256,8 +267,9 @@ class Worker:
     # Loads
 
     def _begin_load(self, load: Load) -> None:
-        loading = Loading(load)
+        loading = Loading(load, monotonic() + self._options.load_patience if self._options.is_async else inf)
         self._loading[load.request_id] = loading
+        self._patience_ends = min(self._patience_ends, loading.patience_ends)
         try:
             lease = Lease.from_bytes(load.lease)
             regions = [self._held.region(part.group, load.adapter) for part in load.parts]
@@ -292,7 +304,7 @@ class Worker:
         if fence is not None:
             fence.give_back()
         pages = len(part.pages)
-        if end is None:
+        if end is None or loading.is_given_up:
             restored = 0
         elif end.status == "ok":
             restored = pages
@@ -311,8 +323,39 @@ class Worker:
         if loading.left == 0 and self._options.is_async:
             self._end_load(loading)
 
+    def _give_up(self) -> None:
+        """Loads that have not ended in time: their requests are computed, in other blocks, as these may still
+        be written. Told by block, that is possible only where no earlier block is the request's."""
+        now = monotonic()
+        for loading in list(self._loading.values()):
+            request_id = loading.load.request_id
+            if now < loading.patience_ends:
+                continue
+            loading.patience_ends = inf
+            if not self._fails_by_request and loading.load.first:
+                continue
+            del self._loading[request_id]
+            loading.is_given_up = True
+            self.link.complain(f"a restore is {self._options.load_patience:g} s old")
+            for operation in loading.operations:
+                self.link.cancel(operation)
+            self._received.add(request_id)
+            self._report.failed.add(request_id)
+            self._report.given_up[request_id] = 1
+            self._has_report = True
+            if self._fails_by_request:
+                self._failed_received.add(request_id)
+            else:
+                self._invalid.update(page for part in loading.load.parts for page in part.pages)
+        self._patience_ends = min((loading.patience_ends for loading in self._loading.values()), default=inf)
+        self.link.flush()
+
     def _end_load(self, loading: Loading) -> None:
         request_id = loading.load.request_id
+        if loading.is_given_up:
+            self._report.settled[request_id] = 1
+            self._has_report = True
+            return
         self._loading.pop(request_id, None)
         if self._options.is_async:
             self._received.add(request_id)
