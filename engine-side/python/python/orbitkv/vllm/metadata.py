@@ -66,7 +66,7 @@ class Save:
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler to every worker, for one step."""
 
-    #: Which step, counted by the scheduler.
+    #: Which step, counted by the scheduler; 0 where nothing is to be confirmed.
     serial: int = 0
     loads: list[Load] = field(default_factory=list)
     #: Pages that this step writes: to be saved after it.
