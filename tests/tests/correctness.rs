@@ -220,3 +220,15 @@ fn cor_11_a_released_lease_is_gone_for_every_use() {
     }
     assert!(blocks(&pages, 0).iter().all(|block| engine.is_poison(block)));
 }
+
+/// Goal: a release counts what the lease still held, not what restores have taken from it.
+#[test]
+fn a_release_counts_the_pages_that_it_lets_go_of() {
+    let manager = setup!().start();
+    let mut engine = manager.attach("release", 4 * KIB, 4);
+    let pages = hashes(1, 0..4);
+    engine.save_all(&pages);
+    let lease = engine.query(&pages, QueryMode::Demand).ok().leased();
+    assert_eq!(engine.restore(&lease, 0, &blocks(&pages[..1], 0)).ok().pages, 1);
+    assert_eq!(engine.release(lease).ok().pages, 3);
+}

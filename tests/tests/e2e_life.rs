@@ -53,14 +53,10 @@ fn cor_03_a_cancelled_save_leaves_the_old_bytes_or_a_miss() {
                 engine.client.check_manager().unwrap();
             }
         }
-        if engine.client.is_done(&save) == Some(true) {
-            let _ = engine.end(save).ok();
-        } else {
-            let ended = cancelled(&mut engine, save);
-            let stored = ended.results.iter().filter(|p| p.outcome == PageOutcome::Stored).count();
-            assert_eq!(stored, ended.pages as usize);
-            cut += u32::from(ended.status != Status::Ok);
-        }
+        let ended = cancelled(&mut engine, save);
+        let stored = ended.results.iter().filter(|p| p.outcome == PageOutcome::Stored).count();
+        assert_eq!(stored, ended.pages as usize);
+        cut += u32::from(ended.status != Status::Ok);
         engine.poison(&source);
         found += engine.restore_all(&pages);
     }

@@ -35,6 +35,7 @@ impl Core {
             return self.fail(ctx, ended, code, out);
         }
         lease.end = LeaseEnd::Released;
+        let pages = lease.live_pages;
         if lease.users > 0 {
             // Its running copies end it.
             lease.closed = true;
@@ -42,7 +43,7 @@ impl Core {
         } else {
             self.end_lease(reference, out);
         }
-        self.complete(ctx, ended, out);
+        self.complete(ctx, Completion { pages, ..ended }, out);
         self.admit_waiting(ctx.now, out);
     }
 
